@@ -1,4 +1,6 @@
-"""CO2 (Sun et al., ICLR 2024, arXiv 2401.16265): tau local steps run while the previous all-reduce is in flight.
+"""CO2 (Sun et al., ICLR 2024, arXiv 2401.16265), which testing/reference.py specifies in plain code for all workers.
+
+A worker takes tau local steps while the previous all-reduce is in flight:
 
     co2 = CO2(model.parameters(), CO2Config(tau=48), buffers=model.buffers())
     for batch in loader:

@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from bench import regimes
-from bench.report import holm, mean_ratio
+from bench.report import TUNING_SEED, holm, mean_ratio
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
 from bench.time_to_loss import TimeToLoss, outcome, ratio_of
@@ -113,10 +113,9 @@ METHOD_NAMES = {
     "diloco": "DiLoCo (blocking)", "co2": "CO2, our reading of the paper's rule",
     "co2_auto": "CO2, recommended settings", "torchft_streaming": "torchft Streaming DiLoCo",
 }  # fmt: skip
-BASELINES = ("local", "overlap_local", "slowmo", "diloco")
 TASK_NAMES = {"vision": "digits", "cifar10": "CIFAR-10", "language": "text"}
 LINKS = {"vision": (10, 40, 200), "cifar10": (10, 40), "language": (10, 40, 200)}  # Mbit/s
-SHOWN = (("vision", 10), ("cifar10", 10), ("language", 40), ("language", 200))  # in README
+SHOWN = (("vision", 10), ("language", 10), ("language", 40), ("language", 200))  # in README
 BOTH_TUNED = "both with tau tuned: Local-SGD over CO2"
 
 
@@ -161,20 +160,12 @@ def seconds_cell(runs: Sequence[Row]) -> str:
 @table(" | ".join(("seconds to a loss", *(f"{TASK_NAMES[task]}, {rate} Mbit/s" for task, rate in SHOWN))))
 def readme_seconds() -> Cells:
     """README's table, with a row for each method and a column for each task and link rate."""
-    columns = []
-    for task, rate in SHOWN:
-        runs = of_rate(task, rate)
-        others = {m: select(runs, method=m) for m in dict.fromkeys(run["method"] for run in runs) if "int4" in m}
-        others = {m: found for m, found in others.items() if m.partition(":")[0] in BASELINES}
-        all_reached = {m: found for m, found in others.items() if len(select(found, status="reached")) == len(found)}
-        best = min(all_reached, key=lambda m: fmean(run["seconds"] for run in all_reached[m]))
-        name = METHOD_NAMES[best.partition(":")[0]].partition(" (")[0]
-        ddp = [run for run in runs if run["method"].startswith("ddp:compression=int4")]
-        cells = map(seconds_cell, (select(runs, method="co2_auto"), all_reached[best], ddp))
-        columns.append([cell + f" ({name})" * (i == 1) for i, cell in enumerate(cells)])
-    return dict(
-        zip(("CO2, recommended (int4)", "best other, int4", "DDP, int4"), zip(*columns, strict=True), strict=True)
-    )
+    columns = [
+        [seconds_cell(select(with_fragments(), task=at[0], rate_mbit=at[1], method=m)) for m in (IN_PARTS, *TUNED[at])]
+        for at in SHOWN
+    ]
+    methods = ("CO2, recommended", "Local-SGD, tau tuned", "DDP that overlaps")
+    return dict(zip(methods, zip(*columns, strict=True), strict=True))
 
 
 def describe(method: str) -> str:
@@ -237,20 +228,24 @@ def pooled() -> Cells:
 
     The last column counts the links and targets that differ from 1 after Holm's correction within the row.
     """
-    both = lambda *place: tuned(*place)[::-1]  # noqa: E731
+    whole = {(task, rate): of_rate(task, rate) for task in LINKS for rate in LINKS[task]}
+    in_parts = {at: select(with_fragments(), task=at[0], rate_mbit=at[1]) for at in TUNED}
+    both = {at: tuned(*at)[::-1] for at in whole}
     lines: Cells = {}
-    for name, methods, tasks in (
-        ("Local-SGD, tau tuned, over CO2, recommended", lambda *place: (tuned(*place)[1], "co2_auto"), LINKS),
-        (BOTH_TUNED, both, LINKS),
-        ("same, without text, whose tuning is broken", both, ("vision", "cifar10")),
-        ("DDP, int4, one bucket, over CO2, recommended", lambda *place: (ddp_of(*place), "co2_auto"), LINKS),
+    for name, runs, methods in (
+        ("Local-SGD, tau tuned, over CO2 with fragments", in_parts, {at: (TUNED[at][0], IN_PARTS) for at in TUNED}),
+        ("DDP, int4, that overlaps, over CO2 with fragments", in_parts, {at: (TUNED[at][1], IN_PARTS) for at in TUNED}),
+        ("Local-SGD, tau tuned, over CO2", whole, {at: (tuned(*at)[1], "co2_auto") for at in whole}),
+        (BOTH_TUNED, whole, both),
+        ("same, without text, whose tuning is broken", whole, {at: both[at] for at in both if at[0] != "language"}),
+        ("DDP, int4, one bucket, over CO2", whole, {at: (ddp_of(*at), "co2_auto") for at in whole}),
     ):
-        places = [(task, rate) for task in tasks for rate in LINKS[task]]
-        found = [[ratio_of(of_rate(*at), *methods(*at), late=late) for at in places] for late in (False, True)]
+        found = [[ratio_of(runs[at], *methods[at], late=late) for at in methods] for late in (False, True)]
         means = (mean_ratio([each["ratio"] for each in row if each]) for row in found)
         corrected = holm([each["p"] for row in found for each in row if each])
         cells = (f"{mean.ratio:.2f} ({mean.low:.2f}–{mean.high:.2f})" for mean in means)
-        lines[name] = (str(len(places)), *cells, f"{sum(p < 0.05 for p in corrected)} of {len(corrected)}")
+        links = sum(each is not None for each in found[0])
+        lines[name] = (str(links), *cells, f"{sum(p < 0.05 for p in corrected)} of {len(corrected)}")
     return lines
 
 
@@ -296,7 +291,16 @@ ACCUMULATED = {
     "ddp:compression=int4,cap=0.25,accumulate=4": "DDP, int4, 4 micro-batches",
 }
 IN_PARTS, WHOLE = "co2_auto:compression=int4", "co2_auto:compression=int4,fragments=1"
-TUNED_SHARES = {10: 0.4, 40: 0.2}  # of Local-SGD on text, by link
+TUNED = {  # Local-SGD and DDP beside CO2 with fragments, by task and link
+    (task, rate): (f"local:share={share},compression=int4", f"ddp:compression=int4,cap={cap}")
+    for task, rate, share, cap in (
+        ("language", 10, 0.4, 0.25),
+        ("language", 40, 0.2, 0.25),
+        ("language", 200, 0.4, 1),
+        ("vision", 10, 0.1, 0.25),
+        ("vision", 40, 0.1, 0.25),
+    )
+}
 NODES_OF_TEXT = {  # in results/paired/nodes_text.json
     "co2_auto:nodes=2,compression=int4": "CO2, recommended, nodes of two, int4",
     "co2_auto:compression=int4": "CO2, recommended, one worker per rank, int4",
@@ -338,20 +342,25 @@ def ddp_seconds() -> Cells:
     return dict(zip(names.values(), bold(found), strict=True))
 
 
-@table(ratio_titles("language", (10, 40)))
-def fragments_text() -> Cells:
-    """The seconds on text over the seconds of CO2 with fragments, seed by seed. The last row has CO2's own seconds."""
-    runs, rates = load("paired/fragments_text.json")["runs"], [*TUNED_SHARES]
-    places = [(rate, late) for rate in rates for late in (False, True)]
-    methods: dict[str, Callable[[float], str]] = {
-        "CO2, recommended, without fragments": lambda _: WHOLE,
-        "Local-SGD (blocking), tau tuned, int4": lambda rate: f"local:share={TUNED_SHARES[int(rate)]},compression=int4",
-    }
-    pairs = [[(select(runs, rate_mbit=rate), of(rate), late) for rate, late in places] for of in methods.values()]
-    lines = bold([[ratio_of(found, method, IN_PARTS, late=late) for found, method, late in line] for line in pairs])
-    mine = {place: select(runs, rate_mbit=place[0], method=IN_PARTS) for place in places}
-    own = [seconds_cell([run["late"] if late else run for run in mine[rate, late]]) for rate, late in places]
-    return dict(zip(methods, lines, strict=True)) | {"seconds of CO2, recommended": own}
+@functools.cache
+def with_fragments() -> list[Row]:
+    """The runs of CO2 with fragments and of other methods. Tuning seeds are left out."""
+    runs = [run for name in ("text", "more") for run in load(f"paired/fragments_{name}.json")["runs"]]
+    return [run for run in runs if run["seed"] < TUNING_SEED]
+
+
+@table("task, link, target | without fragments | Local-SGD (blocking), tau tuned | DDP that overlaps | CO2's seconds")
+def fragments() -> Cells:
+    """The seconds over the seconds of CO2 with fragments, seed by seed, all over int4, and CO2's own seconds."""
+    places = [(at, late) for at in TUNED for late in (False, True)]
+    titles, lines, own = list[str](), list[list[Row | None]](), list[str]()
+    for (task, rate), late in places:
+        runs = select(with_fragments(), task=task, rate_mbit=rate)
+        lines.append([ratio_of(runs, method, IN_PARTS, late=late) for method in (WHOLE, *TUNED[task, rate])])
+        mine = select(runs, method=IN_PARTS)
+        own.append(seconds_cell([run["late"] if late else run for run in mine]))
+        titles.append(f"{TASK_NAMES[task]}, {rate} Mbit/s, {'late' if late else 'first'}")
+    return {title: (*cells, mine) for title, cells, mine in zip(titles, bold(lines), own, strict=True)}
 
 
 @table("method | 10 Mbit/s | 40 Mbit/s")

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from core import CO2, CO2Config, UserError
 from core.baselines.ddp import DDP
 from core.buckets import is_dtensor, local_shard
-from tests.reference import Reference
+from core.testing.reference import Reference
 from training.layouts.layout import Layout
 from training.layouts.parallel import Parallel
 from training.layouts.resharded import Resharded
@@ -225,7 +225,7 @@ def alone(
 
 
 def reference(kind: str, config: CO2Config, steps: int, many: int = 2) -> list[dict[str, Tensor]]:
-    """The same by tests.reference, in this process."""
+    """The same by core.testing.reference, in this process."""
     model = build(kind)
     params = list(model.parameters())
     rows = torch.nn.utils.parameters_to_vector(params).detach().expand(many, -1).clone()

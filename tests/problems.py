@@ -20,7 +20,7 @@ from core.config import CompressionConfig
 from core.hooks import SyncSchedule
 from core.testing import run_distributed
 from core.testing.link import allreduce_over
-from tests.reference import LateReference
+from core.testing.reference import Reference
 
 LR = 0.1
 
@@ -199,11 +199,11 @@ def trace_of(method: Any, go: Callable[[int], Any], read: Callable[[], Tensor], 
     return [*trace, read()]
 
 
-def reference(c: Settings, world_size: int, x: Tensor) -> tuple[LateReference, Tensor]:
+def reference(c: Settings, world_size: int, x: Tensor) -> tuple[Reference, Tensor]:
     """The specification with these settings, all starting from x [n]; and the workers' numbers, [workers, 1]."""
     late = {"delay": None if c.delay == "boundary" else c.delay, "merge": c.merge}
     outer = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip
-    ref = LateReference(x.expand(world_size, -1).clone(), *outer, **late, nesterov=c.nesterov)
+    ref = Reference(x.expand(world_size, -1).clone(), *outer, **late, nesterov=c.nesterov)
     return ref, torch.arange(world_size, dtype=torch.float64)[:, None]
 
 

@@ -11,17 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from core import (
-    CO2,
-    CO2Config,
-    CompressionConfig,
-    DiLoCo,
-    LocalSGD,
-    OverlapLocalSGD,
-    SlowMo,
-    UserError,
-    node_mesh,
-)
+from core import CO2, CO2Config, CompressionConfig, UserError, node_mesh
+from core.baselines import DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from core.testing import run_distributed
 
 

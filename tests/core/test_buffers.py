@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, CompressionConfig, DivergedError, LocalSGD, SlowMo, load, save
+from core import CO2, CO2Config, CompressionConfig, DivergedError, load, save
+from core.baselines import LocalSGD, SlowMo
 from core.baselines.ddp import DDP
 from core.baselines.local import DiLoCo, OverlapLocalSGD
 from core.nodes import node_mesh

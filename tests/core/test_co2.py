@@ -15,11 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, SlowMo
+from core import CO2, CO2Config
+from core.baselines import LocalSGD, OverlapLocalSGD, SlowMo
 from core.hooks import HookedMethod
 from core.outer import FusedOuterStep
 from core.shares import SharedMethod
 from core.testing import run_distributed
+from core.testing.reference import Reference
 from tests import problems
 from tests.core.test_resume import MERGES
 from tests.imports import ROOT
@@ -37,7 +39,6 @@ from tests.problems import (
     train_reference,
     wait_for,
 )
-from tests.reference import Reference
 
 STEPS = 11  # tau = 4 does not divide it
 CLIPS: tuple[dict[str, Any], ...] = ({"clip": None}, {"clip": 0.15}, {"clip": 0.6})

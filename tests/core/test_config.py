@@ -11,19 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from core import (
-    CO2,
-    CO2Config,
-    CompressionConfig,
-    DiLoCo,
-    DiLoCoConfig,
-    LocalSGD,
-    OverlapLocalSGD,
-    SlowMo,
-    make_method,
-    node_mesh,
-    save,
-)
+from core import CO2, CO2Config, CompressionConfig, make_method, node_mesh, save
+from core.baselines import DiLoCo, DiLoCoConfig, LocalSGD, OverlapLocalSGD, SlowMo
 from core.baselines.local import OverlapLocalConfig, SlowMoConfig
 from core.hooks import Hook, Requests
 from core.integrations.optimizer import attach

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
-from core import CO2, CO2Config, LocalSGD, UserError
+from core import CO2, CO2Config, UserError
+from core.baselines import LocalSGD
 from core.buckets import kind_of, parts_of
 from core.testing import run_distributed
 

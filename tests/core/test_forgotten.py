@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from core import CO2, CO2Config, LocalSGD
+from core import CO2, CO2Config
+from core.baselines import LocalSGD
 from core.testing import run_distributed
 
 PAPER = CO2Config.paper(2)

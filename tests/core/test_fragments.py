@@ -17,10 +17,10 @@ from core.shares import slices, slices_alike
 from core.tau import CUT_MARGIN, LATE, TauTuner
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
+from core.testing.reference import fragments
 from tests import problems
 from tests.core.test_nodes import whole, wrapped
 from tests.on_ranks import alike, on_ranks, total_world_size
-from tests.reference import LateReference
 
 TAU, STEPS = 6, 27
 SHAPES = {"several": [(3, 5), (7,), (40, 9), (1,)], "giant": [(5000,), (3,)]}
@@ -84,13 +84,9 @@ def train(rank: int, world_size: int, c: CO2Config, shapes: str, steps: int = ST
 
 def expected(c: CO2Config, shapes: str, workers: int) -> list[Tensor]:
     x = flat(model(shapes)).repeat(workers, 1)
-    parts = []
-    for i, place in enumerate(slices(x.shape[1], c.fragments)):
-        delay = c.delay if isinstance(c.delay, int) else c.tau // c.fragments
-        one = LateReference(x[:, place], c.tau, c.outer_lr, c.outer_momentum, "none", c.clip,
-                            delay=delay, merge="keep_local", nesterov=c.nesterov)  # fmt: skip
-        one.steps = c.tau - c.tau * i // c.fragments if i else 0  # type: ignore[operator]
-        parts.append(one)
+    delay = c.delay if isinstance(c.delay, int) else c.tau // c.fragments
+    settings = {"alpha": c.outer_lr, "beta": c.outer_momentum, "gap": "none", "phi": c.clip, "nesterov": c.nesterov}
+    parts = fragments(x, slices(x.shape[1], c.fragments), c.tau, **settings, delay=delay, merge="keep_local")
     found = []
     for step in range(STEPS):
         x.sub_(0.1 * torch.stack([gradient(row, rank, step) for rank, row in enumerate(x)]))
@@ -343,13 +339,8 @@ def in_nodes(rank: int, c: CO2Config, inside: str, per_node: int, steps: list[in
     parts = of_fragments(inside, c.fragments, params, held, per_node, len(steps) if how.get("shard") else 1)
     assert sorted(at for part in parts for at in part.tolist()) == [*range(x.shape[1])], "each element in one fragment"
     delay = c.delay if isinstance(c.delay, int) else c.tau // c.fragments
-    refs = [
-        LateReference(x[:, part].clone(), c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip,
-                      delay=delay, merge="keep_local", nesterov=c.nesterov)
-        for part in parts
-    ]  # fmt: skip
-    for i, one in enumerate(refs):
-        one.steps = c.tau - c.tau * i // c.fragments if i else 0
+    settings = {"alpha": c.outer_lr, "beta": c.outer_momentum, "gap": c.gap, "phi": c.clip, "nesterov": c.nesterov}
+    refs = fragments(x, parts, c.tau, **settings, delay=delay, merge="keep_local")
     co2, ours, theirs = CO2(params, c, mesh=mesh, **how), [], []
     for step in range(max(steps)):
         moves = torch.tensor([step < its for its in steps]).double()[:, None]

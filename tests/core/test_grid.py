@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.testing.reference import Reference
 from tests.core.grid import (
     LR,
     PER_NODE,
@@ -22,7 +23,6 @@ from tests.core.grid import (
 )
 from tests.imports import ROOT
 from tests.problems import flat
-from tests.reference import LateReference
 
 NEAR = {"float32": 1e-12, "bfloat16": 5e-3, "int8": 5e-3, "int4": 0.1, "lgreco": 0.1, "auto": 0.3}
 """Of the distance that the parameters have moved: narrow formats are compared with their uncompressed twin. In
@@ -35,7 +35,7 @@ def expected(setting: Setting, nodes: list[list[int]], taus: list[int]) -> list[
     # times decide when an average is merged, which changes nothing that is compared
     delay = {"boundary": None, "auto": 1}.get(c.delay, c.delay)  # pyright: ignore
     numbers: Any = taus[0], c.outer_lr, c.outer_momentum, c.gap, c.clip
-    ref = LateReference(start.expand(len(nodes), -1).clone(), *numbers, delay=delay, merge=c.merge, nesterov=c.nesterov)
+    ref = Reference(start.expand(len(nodes), -1).clone(), *numbers, delay=delay, merge=c.merge, nesterov=c.nesterov)
     ranks, left = torch.tensor(nodes)[:, :, None], [*taus[1:]]
     for step in range(STEPS):
         each = gradient(ref.x[:, None], start, ranks.to(start), step, by_time=setting.by_time)

@@ -18,16 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import (
-    CO2,
-    CO2Config,
-    CollectiveError,
-    CompressionConfig,
-    LocalSGD,
-    OverlapLocalSGD,
-    UserError,
-    make_method,
-)
+from core import CO2, CO2Config, CollectiveError, CompressionConfig, UserError, make_method
+from core.baselines import LocalSGD, OverlapLocalSGD
 from core.integrations.optimizer import attach
 from core.nodes import node_mesh
 from core.testing import run_distributed

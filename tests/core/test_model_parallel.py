@@ -17,6 +17,7 @@ from core import CO2, CO2Config, make_method
 from core.buckets import local_shard
 from core.groups import copies_of
 from core.nodes import node_mesh
+from core.testing.reference import Reference
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import (
     LR,
@@ -32,7 +33,6 @@ from tests.problems import (
     train_reference,
     train_with,
 )
-from tests.reference import Reference
 
 TAU, STEPS = 3, 11  # 3 rounds and an incomplete one
 CONFIGS = [CO2Config(TAU, outer_momentum=0.4, gap=g, clip=c) for g, c in [("elementwise", None), ("norm", 0.02)]]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from core import DiLoCo
+from core.baselines import DiLoCo
 from core.baselines.local import DiLoCoConfig
 from core.compression.formats import BLOCK, decode, encode
 from core.config import CO2Config
+from core.testing.reference import Reference
 from tests import problems
 from tests.on_ranks import on_ranks
 from tests.problems import LR, Settings, assert_traces_equal, check_grid, flat, gradient, train_reference
-from tests.reference import LateReference
 
 STEPS = 14  # tau = 4 does not divide it
 BASE = Settings(tau=4, outer_momentum=0.3, outer_lr=0.6, clip=0.1, allow_unstable=True, nesterov=True)
@@ -70,7 +70,7 @@ def test_through_int4(rank: int, delay: int):
     settings = replace(KEEP, gap="none" if delay == 0 else "norm", delay=delay, compression="int4")
     trace = problems.train_co2(params, rank, 3 * settings.tau, settings)  # finish() has no steps to send
     c, workers = settings, torch.arange(2, dtype=torch.float64)[:, None]
-    ref = LateReference(
+    ref = Reference(
         start.expand(2, -1).clone(), c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip,
         delay=delay, merge=c.merge, nesterov=True, reduce=Rounding(len(start)),
     )  # fmt: skip

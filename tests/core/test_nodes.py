@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from core import CO2, CO2Config, CompressionConfig, node_mesh
 from core.checkpoint import runs as checkpoint
 from core.testing import run_distributed
+from core.testing.reference import Reference
 from tests import problems
 from tests.core.test_nesterov import Rounding
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import LR, batch, flat, gradient, node_step, small_net
-from tests.reference import LateReference
 
 TAU, STEPS, NEAR = 4, 14, 1e-12
 LATE: dict[str, Any] = {"merge": "keep_local", "delay": 2, "gap": "none", "clip": None, "outer_momentum": 0.3}
@@ -58,15 +58,15 @@ def config(name: str, **more: Any) -> tuple[CO2Config, Any]:
     return c, (lambda number: {"tau": taus[number % len(taus)]}) if taus else None
 
 
-def specification(name: str, rows: Tensor, **more: Any) -> LateReference:
+def specification(name: str, rows: Tensor, **more: Any) -> Reference:
     """All start from rows [workers, n]."""
     c, _ = config(name)
     delay = None if c.is_a_round_late else c.delay
     numbers: Any = c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip
-    return LateReference(rows.clone(), *numbers, delay=delay, merge=c.merge, nesterov=c.nesterov, **more)  # pyright: ignore
+    return Reference(rows.clone(), *numbers, delay=delay, merge=c.merge, nesterov=c.nesterov, **more)  # pyright: ignore
 
 
-def go(ref: LateReference, name: str) -> None:
+def go(ref: Reference, name: str) -> None:
     """A local step has been taken: what follows, and the next round's tau."""
     _, schedule = config(name)
     closed = len(ref.deltas)

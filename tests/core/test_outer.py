@@ -17,7 +17,7 @@ from core import outer
 from core.config import MERGES
 from core.outer import FusedOuterStep, OuterStep, Rule, keep_local
 from core.shares import make_outer_step
-from tests.reference import Reference
+from core.testing.reference import Reference
 
 
 def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from core import CO2, CO2Config, CompressionConfig, OverlapLocalSGD, UserError, load, save
+from core import CO2, CO2Config, CompressionConfig, UserError, load, save
+from core.baselines import OverlapLocalSGD
 from core.checkpoint import runs as checkpoint
 from core.errors import CollectiveError
 from core.guards import failure as peers

@@ -1,6 +1,7 @@
 """The executable specification by hand, where it settles, and the laws of docs/theory.md that it follows."""
 
-from collections.abc import Callable
+import doctest
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,25 +11,95 @@ from torch import Tensor
 
 from core import CO2Config, UserError
 from core.outer import largest_outer_lr
+from core.testing import reference
+from core.testing.reference import Reference, fragments
 from tests import quadratic
 from tests.quadratic import Array, Quadratic, jury, largest, late_with_momentum, spread_with_momentum
-from tests.reference import LateReference, Reference
 
 
 def vector(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_three_rounds_by_hand():
-    """Two workers, one element, tau = 1, beta = 1/2, alpha = 1, norm gap: Delta is 2, then 4."""
-    ref = Reference(torch.zeros(2, 1, dtype=torch.float64), tau=1, gap="norm", phi=None)
-    for displacements in (vector(1.0, 3.0), vector(2.0, 6.0), vector(0.0, 0.0)):
-        ref.x -= displacements[:, None]
-        assert ref.local_step()
-    # t = 0: nothing has arrived. t = 1: Lambda = 1, m = 2. t = 2: Lambda = 1 + 2/4, m = 1 + 4/1.5.
-    torch.testing.assert_close(torch.cat(ref.outer), vector(0, 0, -2, -2 - 1 - 4 / 1.5))
-    torch.testing.assert_close(torch.cat(ref.deltas), vector(2, 4, 0))
+def by_hand(moves: Sequence[Any], **options: Any) -> Reference:
+    """Two workers from 0, which each step moves by minus what is given, for one or two parameters."""
+    ref = Reference(torch.zeros_like(rows(moves[0])), **{**PLAIN, **options})
+    for displacement in moves:
+        ref.x -= rows(displacement)
+        ref.local_step()
+    return ref
+
+
+def rows(displacement: Any) -> Tensor:
+    return torch.tensor(displacement, dtype=torch.float64).view(2, -1)
+
+
+PLAIN = {"tau": 1, "alpha": 1.0, "beta": 0.0, "gap": "none", "phi": None}
+MOVES = [(1, 3), (2, 6), (1, 1), (0, 0)]  # Delta is 2, 4, 1, 0
+BY_HAND: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    # an average is a round late: x_{1,0} = x_{0,0}, and x moves by -2, -4, -1
+    "no gap": ({}, MOVES, [0, 0, -2, -6, -7]),
+    "outer learning rate": ({"alpha": 0.5}, MOVES, [0, 0, -1, -3, -3.5]),
+    # Delta is (1 + 0 + 3 + 2) / 2, then (1 + 1 + 1 + 1) / 2
+    "two steps": ({"tau": 2}, [(1, 3), (0, 2), (1, 1), (1, 1), (0, 0), (0, 0)], [0, 0, -3, -5]),
+    # m is 2, then 2 / 2 + 4 = 5, then 5 / 2 + 1 = 3.5
+    "momentum": ({"beta": 0.5}, MOVES, [0, 0, -2, -7, -10.5]),
+    # m is 2, then 5, clipped to 3, then 3 / 2 + 1 = 2.5
+    "clip": ({"beta": 0.5, "phi": 3.0}, MOVES, [0, 0, -2, -5, -7.5]),
+    # m as with momentum; x moves by -(m / 2 + Delta): 2 / 2 + 2, 5 / 2 + 4, 3.5 / 2 + 1
+    "Nesterov": ({"beta": 0.5, "nesterov": True}, MOVES, [0, 0, -3, -9.5, -12.25]),
+    # Delta is 2, 2, 1. Lambda is 1, then 1 + |-2| / 2 = 2, then 1 + |-1| / 1 = 2
+    "norm": ({"gap": "norm"}, [(1, 3), (1, 3), (0, 2), (0, 0)], [0, 0, -2, -3, -3.5]),
+    # Delta is (0, 5), then (3, 4) of norm 5. Lambda is 1, then 1 + 5 / 5 = 2 for both parameters
+    "norm, two": (
+        {"gap": "norm"},
+        [((0, 4), (0, 6)), ((2, 4), (4, 4)), ((0, 0), (0, 0))],
+        [(0, 0), (0, 0), (0, -5), (-1.5, -7)],
+    ),
+    # Delta is (0, 5), then (1, 7) of RMS 5. Lambda is 1, then 1 + 0 / 5 = 1 and 1 + 5 / 5 = 2
+    "elementwise, two": (
+        {"gap": "elementwise"},
+        [((0, 4), (0, 6)), ((1, 5), (1, 9)), ((0, 0), (0, 0))],
+        [(0, 0), (0, 0), (0, -5), (-1, -8.5)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "moves", "outer"), BY_HAND.values(), ids=BY_HAND)
+def test_the_steps_of_the_paper_by_hand(options: dict[str, Any], moves: list[Any], outer: list[Any]):
+    ref = by_hand(moves, **options)
+    expected = torch.tensor(outer, dtype=torch.float64).view(len(outer), -1)
+    torch.testing.assert_close(torch.stack(ref.outer), expected, rtol=1e-9, atol=1e-9)
     assert (ref.x == ref.outer[-1]).all()
+
+
+def test_fragments_by_hand():
+    """Every step moves both parameters by -1 and -3. A round has two steps, and an average arrives one step late.
+
+    Part 1 first sends after step 1, from which its average of 2 arrives in step 2: x = -2 and each worker's own step.
+    """
+    x = torch.zeros(2, 2, dtype=torch.float64)
+    settings = PLAIN | {"tau": 2, "delay": 1, "merge": "keep_local"}
+    parts = fragments(x, [slice(0, 1), slice(1, 2)], **settings)
+    seen = []
+    for _ in range(4):
+        x -= rows((1, 1, 3, 3))
+        for part in parts:
+            part.local_step()
+        seen.append(x.clone())
+    # after step 3, part 0's average of 4 has arrived: -4, and -1 or -3 for step 3. After step 4, part 1's second
+    # average of 4 has arrived: -2 - 4, and -1 or -3 for step 4
+    expected = [(-1, -1, -3, -3), (-2, -3, -6, -5), (-5, -4, -7, -8), (-6, -7, -10, -9)]
+    assert [rows(step).equal(found) for step, found in zip(expected, seen, strict=True)] == [True] * 4
+    for part in parts:
+        part.finish()
+    assert (x == -8).all()  # four steps of 2 on average
+
+
+def test_its_example_runs():
+    text = (reference.__doc__ or "").replace("co2_training", "core")
+    example = doctest.DocTestParser().get_doctest(text, {}, "reference", None, None)
+    assert len(example.examples) == 7 and doctest.DocTestRunner().run(example).failed == 0
 
 
 def test_finish_applies_the_mean_in_flight_and_then_the_incomplete_round():
@@ -54,25 +125,13 @@ def test_nesterov_does_not_escape_its_limit(beta: float):
     limit, ends = (b**2 / 4 + c) ** 0.5 - b / 2, []
     for share in (0.96, 1.04):
         x = torch.ones(1, 1, dtype=torch.float64)
-        ref = LateReference(x, 1, share * limit, beta, "none", None, nesterov=True)
+        ref = Reference(x, 1, share * limit, beta, "none", None, nesterov=True)
         ends.append(ref.run(lambda rows, _: rows, 1.0, 1500)[-1].abs().max().item())
     assert ends[0] < 1e-4 and ends[1] > 1e3
 
 
-PLAIN = {"alpha": 1.0, "beta": 0.0, "gap": "none", "phi": None}
-
-
-def by_hand(steps: list[tuple[float, float]], **options: Any) -> LateReference:
-    """Two workers with one element each, from 0, moved by minus what is given."""
-    ref = LateReference(torch.zeros(2, 1, dtype=torch.float64), **{**PLAIN, **options})
-    for displacement in steps:
-        ref.x -= vector(*displacement)[:, None]
-        ref.local_step()
-    return ref
-
-
 @pytest.mark.parametrize(
-    ("options", "steps", "rows", "end"),
+    ("options", "steps", "ends", "end"),
     [
         # finished while the mean of (3, 9) is on its way, a step after it was sent: with one's own progress whole
         ({"tau": 3, "delay": 2, "merge": "keep_local"}, [(1, 3)] * 4, [-4, -12], -8),
@@ -85,31 +144,11 @@ def by_hand(steps: list[tuple[float, float]], **options: Any) -> LateReference:
         ({"tau": 2, "delay": 1, "merge": "keep_local"}, [(1, 3)] * 4, [-6, -10], -8),
     ],
 )
-def test_merges_by_hand(options: dict[str, Any], steps: list[tuple[float, float]], rows: list[float], end: float):
+def test_merges_by_hand(options: dict[str, Any], steps: list[tuple[float, float]], ends: list[float], end: float):
     ref = by_hand(steps, **options)
-    assert ref.x[:, 0].tolist() == rows
+    assert ref.x[:, 0].tolist() == ends
     ref.finish()
     assert ref.x[:, 0].tolist() == [end, end]
-
-
-@pytest.mark.parametrize(
-    "options", [{"gap": "elementwise"}, {"gap": "norm", "phi": 0.5}, {"gap": "none", "alpha": 0.4}], ids=str
-)
-def test_with_nothing_asked_for_it_is_the_papers_algorithm(options: dict[str, Any]):
-    for total in range(1, 12):
-        start = torch.zeros(3, 4, dtype=torch.float64)
-        paper, late = Reference(start.clone(), 3, **options), LateReference(start.clone(), 3, **options)
-        for ref in (paper, late):
-            for step in range(total):
-                ref.x += progress(step)
-                ref.local_step()
-        for name in ("outer", "restarts", "deltas"):
-            ours, theirs = getattr(paper, name), getattr(late, name)
-            assert len(ours) == len(theirs)
-            for a, b in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-        paper.finish(), late.finish()
-        torch.testing.assert_close(paper.x, late.x, rtol=1e-12, atol=1e-12)
 
 
 def test_merge_and_gap_combine():
@@ -133,9 +172,9 @@ def progress(step: int, workers: int = 3) -> Tensor:
     return torch.randn(workers, 4, generator=generator, dtype=torch.float64)
 
 
-def moved(total: int, workers: int = 3, **options: Any) -> tuple[LateReference, list[Tensor]]:
+def moved(total: int, workers: int = 3, **options: Any) -> tuple[Reference, list[Tensor]]:
     """The method, and x after each step, with progress that does not depend on x."""
-    ref = LateReference(torch.zeros(workers, 4, dtype=torch.float64), **{**PLAIN, **options})
+    ref = Reference(torch.zeros(workers, 4, dtype=torch.float64), **{**PLAIN, **options})
     rows = []
     for step in range(total):
         ref.x += progress(step, workers)
@@ -215,10 +254,10 @@ def test_the_penalty_has_a_limit_where_every_direction_is_solved(beta: float, se
     assert without > 1e6 * with_penalty
 
 
-def train(x: Tensor, gradient: Callable[[Tensor], Tensor], rounds: int, see: Callable[[LateReference], Any], **o: Any):
+def train(x: Tensor, gradient: Callable[[Tensor], Tensor], rounds: int, see: Callable[[Reference], Any], **o: Any):
     """What `see` finds at the end of each round, before the workers send. SGD with learning rate 1."""
     momentum, tau = o.pop("momentum", 0.0), o["tau"]
-    r, found, velocity = LateReference(x, **{"gap": "none", "phi": None, "beta": 0.0} | o), [], torch.zeros_like(x)
+    r, found, velocity = Reference(x, **{"gap": "none", "phi": None, "beta": 0.0} | o), [], torch.zeros_like(x)
     r.z = x.mean(0)
     for step in range(1, rounds * tau + 1):
         velocity.mul_(momentum).add_(gradient(x))
@@ -247,7 +286,7 @@ def variances(q: float, replicas: int = 1500, workers: int = 4, **options: Any) 
     generator = torch.Generator().manual_seed(7)
     noise = lambda x: (1 - q) * x + torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
 
-    def see(r: LateReference) -> tuple[float, float]:
+    def see(r: Reference) -> tuple[float, float]:
         sent = r.x - r.base if r.merge == "keep_local" else r.x
         return float(r.z.square().mean()), float((sent - sent.mean(0)).square().mean())
 

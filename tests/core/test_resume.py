@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from core import CO2, CO2Config, CompressionConfig, LocalSGD, SlowMo, UserError, make_method
+from core import CO2, CO2Config, CompressionConfig, UserError, make_method
+from core.baselines import LocalSGD, SlowMo
 from core.baselines.table import METHODS
 from core.checkpoint import runs as checkpoint
 from core.hooks import Snapshot

@@ -170,14 +170,14 @@ def test_a_fresh_import_loads_nothing_of_the_harness():
 
 BUDGETS = {
     "core": 6215,  # the files of the folder itself
-    "core/baselines": 1041,
+    "core/baselines": 1045,
     "core/checkpoint": 1001,
     "core/compression": 2000,
     "core/doctor": 594,
     "core/elastic": 1476,
     "core/guards": 1100,
     "core/integrations": 1179,
-    "core/testing": 221,
+    "core/testing": 432,
     "training": 7875,
     "language": 5368,
     "pointcloud": 1332,

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import core.stats
-from core import CO2, CO2Config, LocalSGD, OverlapLocalSGD, UserError, make_method
+from core import CO2, CO2Config, UserError, make_method
+from core.baselines import LocalSGD, OverlapLocalSGD
 from core.baselines.table import METHODS
 from core.stats import RoundClock, RoundStats, between, mark, ready
 from core.testing import run_distributed

@@ -12,10 +12,10 @@ from core.baselines.local import OverlapLocalSGD, SlowMo, SlowMoConfig
 from core.config import Schedule, build_args, tau_hook_for
 from core.outer import carried
 from core.tau import AdaptiveTau
+from core.testing.reference import Reference
 from tests import problems
 from tests.on_ranks import alike, on_ranks
 from tests.problems import LR, Settings, assert_traces_equal, flat, gradient, train_with
-from tests.reference import LateReference
 
 
 def ramp_tau(tau: int, first: int = 1) -> Schedule:
@@ -96,7 +96,7 @@ def test_momentum_grows_with_tau():
 def test_a_leap_of_tau_does_not_overshoot():
     """Each local step takes a twentieth of the error; tau leaps from 4 to 96, which solve it. Four steps' momentum,
     24 / 2 times as long, would lead about twice as far behind the minimum as the error was."""
-    ref = LateReference(torch.ones(1, 1, dtype=torch.float64), 4, gap="none", phi=None, delay=0)
+    ref = Reference(torch.ones(1, 1, dtype=torch.float64), 4, gap="none", phi=None, delay=0)
     for number in range(6):
         ref.tau = 4 if number < 2 else 96
         ref.run(lambda x, _: x, 0.05, ref.tau)

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from core import CO2, CO2Config, LocalSGD, SlowMo, UserError
+from core import CO2, CO2Config, UserError
+from core.baselines import LocalSGD, SlowMo
 from core.baselines.local import OverlapLocalSGD
 from core.testing import run_distributed
 

@@ -19,10 +19,10 @@ from core.state import of_rank, under_rank
 from core.stats import DeferredNumber, RoundStats
 from core.tau import CALIBRATION_TAU, NUMBERS, SETTLE, WAITS, TauHook, TauTuner
 from core.testing.link import ThrottledLink
+from core.testing.reference import Reference
 from tests import problems
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import LR, flat, gradient, sgd_step
-from tests.reference import LateReference
 
 
 def feed(tuner: TauTuner, n: int, step: float, allreduce: float) -> None:
@@ -288,7 +288,7 @@ def test_all_workers_decide_alike_and_train_as_the_reference_does_with_those_tau
 
 def replay(taus: list[int], x: Tensor, steps: int) -> Tensor:
     c = AUTO
-    ref = LateReference(x.expand(3, -1).clone(), taus[0], c.outer_lr, c.outer_momentum, c.gap, c.clip)
+    ref = Reference(x.expand(3, -1).clone(), taus[0], c.outer_lr, c.outer_momentum, c.gap, c.clip)
     workers = torch.arange(3, dtype=torch.float64)[:, None]
     rest = iter(taus[1:])
     for step in range(steps):

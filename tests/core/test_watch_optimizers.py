@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from core import CO2, CO2Config, LocalSGD, UserError
+from core import CO2, CO2Config, UserError
+from core.baselines import LocalSGD
 
 
 def model() -> nn.Module:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+import core
 from bench.chaos.crew import Crew
 from core import testing
 from core.testing import run_distributed
@@ -108,6 +109,12 @@ def test_commands_name_what_is_there():
             assert importlib.util.find_spec(module), f"{where}: {command}"
         for file in re.findall(r"[\w/]+\.(?:py|sh)\b", command):
             assert file in titles or (ROOT / file).is_file(), f"{where}: {command}"
+
+
+def test_each_public_name_has_an_example_that_runs():
+    run = "".join(block.code for block in documented.blocks() if block.language in ("python", "diff"))
+    missing = [name for name in core.__all__ if not re.search(rf"\b{name}\b", run)]
+    assert len(core.__all__) <= 16 and not missing, missing
 
 
 def test_tests_that_a_page_names_exist():

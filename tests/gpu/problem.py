@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, OverlapLocalSGD
+from core import CO2, CO2Config, CompressionConfig, LGrecoConfig
+from core.baselines import OverlapLocalSGD
 
 DEVICE = "cuda"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from core import CO2, CO2Config, CompressionConfig, DivergedError, LocalSGD
+from core import CO2, CO2Config, CompressionConfig, DivergedError
+from core.baselines import LocalSGD
 from core.baselines.ddp import DDP
 from core.hooks import forget
+from core.testing.reference import Reference
 from tests.gpu.problem import (
     CYCLES,
     DEVICE,
@@ -37,7 +39,6 @@ from tests.gpu.problem import (
     train,
 )
 from tests.gpu.slow import Slow, asleep, one_rank
-from tests.problems import LateReference
 
 pytestmark = pytest.mark.gpu
 WARM_UP, WATCHED = 24, 16  # steps; a round has four
@@ -95,7 +96,7 @@ def reference(c: Any, steps: int) -> list[Tensor]:
     x = torch.cat([p.detach().reshape(-1) for p in params])[None]
     delay = None if c.delay == "boundary" else c.delay
     settings = {"alpha": c.outer_lr, "beta": c.outer_momentum, "gap": c.gap, "phi": c.clip}
-    found = LateReference(x, c.tau, **settings, delay=delay, merge=c.merge)
+    found = Reference(x, c.tau, **settings, delay=delay, merge=c.merge)
     views = [piece.view(p.shape) for piece, p in zip(x[0].split([p.numel() for p in params]), params, strict=True)]
     for step in range(steps):
         move(views, step)

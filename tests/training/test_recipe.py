@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from core import CO2Config, CompressionConfig, SlowMoConfig, UserError
+from core import CO2Config, CompressionConfig, UserError
+from core.baselines import SlowMoConfig
 from reproduce import NODES, fitting_batch
 from results.paper import GPUS
 from tests.scripts import refused

@@ -18,9 +18,9 @@ from core import CO2Config, CompressionConfig, UserError, make_method
 from core.buckets import local_shard
 from core.nodes import node_mesh
 from core.testing import run_distributed
+from core.testing.reference import Reference
 from tests import problems
 from tests.problems import batch, flat, loss
-from tests.reference import Reference
 from training.workers import make_mesh
 from training.zero import gathered, shard_model, shard_optimizer
 
