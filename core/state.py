@@ -44,7 +44,8 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-REQUIRED = ("method", "flats", "workers", "places", "reducer", "taus")  # keys in every method's part of a checkpoint
+REQUIRED = ("method", "flats", "workers", "places", "reducer", "taus", "launched")
+"""Keys in every method's part of a checkpoint."""
 
 
 def check_run(state: Mapping[str, Any], method: str, workers: int, required: Sequence[str], *, equal: bool) -> None:
@@ -181,6 +182,7 @@ class SavedMethod(HookedMethod):
             "places": self.allreduce.places,
             "local_steps": self.local_steps,
             "rounds": self.rounds,
+            "launched": self.allreduce.launched,  # also of other fragments than the first
             "taus": [self._sent_tau, self._arrived_tau, self.tau],
             "order": order_of(self.trained),
             "hooks": {hook.name: on_host(hook.state_dict()) for hook in self.hooks if hook.name},
@@ -218,7 +220,7 @@ class SavedMethod(HookedMethod):
                 "which the run that wrote it gave them, such as model.parameters()"
             )
         self.rounds = state["rounds"]
-        self.allreduce.restore(self.rounds + state.get("between", 0), state["in_flight"])
+        self.allreduce.restore(state["launched"], state["in_flight"])
         for reducer in self._reducers():
             reducer.become(state["reducer"])
         changing = state.get("changing")  # an older version saved none, and sent all
