@@ -234,19 +234,8 @@ def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.Pr
 def alike(tensors: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> bool:
     """Returns whether all members hold the same bits. The answer is the same on all members.
 
-    `compare` must have accepted the tensors. The group moves tensors of `device`.
-    """
-    checksum = sum_of_bits(tensors, device)
-    ends = torch.stack([checksum, ~checksum])  # ~ reverses the order of integers, so one MIN gives both ends
-    dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
-    return bool(ends[0] == ~ends[1])
-
-
-@torch.no_grad()
-def sum_of_bits(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns a sum of the tensors' bits with random weights, 0-d int64 on `device`.
-
-    Sums of different bits agree with a probability of at most 2^-32.
+    `compare` must have accepted the tensors. The group moves tensors of `device`. The members compare sums of the bits
+    with random weights. Sums of different bits agree with a probability of at most 2^-32.
     """
     many = 1 << (22 if device.type == "cuda" else 17)  # elements that fill a GPU, or fit a CPU's cache
     odd = torch.empty(many, dtype=torch.int64, device="cpu").random_(generator=torch.Generator().manual_seed(0)) | 1
@@ -256,7 +245,9 @@ def sum_of_bits(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         bits = bits.view(torch.int32) if bits.element_size() == 8 else bits  # an even number of sign bits would cancel
         for part in bits.split(many):
             checksum = MIXED * checksum + (part * weights(dense.device)[: len(part)]).sum().to(device)
-    return checksum
+    ends = torch.stack([checksum, ~checksum])  # ~ reverses the order of integers, so one MIN gives both ends
+    dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
+    return bool(ends[0] == ~ends[1])
 
 
 @torch.no_grad()
