@@ -250,6 +250,7 @@ def test_mistakes_get_one_line() -> None:
         "compression has no setting 'bits'": {"co2": {"compression": {"bits": 8}}},
         "co2.compression='int8': give a dict": {"co2": {"compression": "int8"}},
         "tau=0": {"tau": 0},
+        "mesh=: the model is bare here": {"mesh": object()},
     }
     for message, settings in mistakes.items():
         with pytest.raises(UserError, match=message):
