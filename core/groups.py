@@ -454,7 +454,7 @@ def _instances(*kinds: Any) -> Iterator[Any]:
 
 def _workers(group: dist.ProcessGroup | None) -> set[int]:
     """The ranks of the group, none without torch.distributed."""
-    return set(dist.get_process_group_ranks(group)) if dist.is_initialized() else set()
+    return set(dist.get_process_group_ranks(group or dist.group.WORLD)) if dist.is_initialized() else set()
 
 
 def _ranks(group: dist.ProcessGroup | None) -> set[int]:

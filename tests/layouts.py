@@ -322,9 +322,7 @@ def resliced(
         if not found:
             assert co2.allreduce.in_flight and held.save(folder, 12, "a", {"step": 12})
         if name != of_one:
-            held_by = [
-                co2.share_numbers if i == co2.fragment else f.held["share_numbers"] for i, f in enumerate(co2.fragments)
-            ]
+            held_by = [fragment.numbers for fragment in co2.fragments]
             dist.all_reduce(squares := torch.stack(held_by)[:, 1].sum(), group=parallel.island)
             one_step(parallel, optimizer, co2, 12)  # without one, finish() has nothing to send
             co2.finish()

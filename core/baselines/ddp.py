@@ -263,7 +263,7 @@ class DDP(Loop):
             )
         accepted = inspect.signature(DistributedDataParallel).parameters
         name = "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"  # torch < 2.13
-        options |= {name: False, "init_sync": False}
+        options |= {key: False for key in (name, "init_sync") if key in accepted}  # torch 2.6 has no init_sync
         self.model = DistributedDataParallel(model, process_group=self.group, **options)
         self.model.register_comm_hook(None, self.compression.hook if self.compression else self._all_reduce)
 

@@ -24,7 +24,6 @@ from core.guards import failure as peers
 from core.guards.usage import UsageChecks
 from core.hooks import forget
 from core.testing import _context, run_distributed
-from language.zeroth import ZerothOrder
 from tests import problems
 from tests.damages import changed
 from tests.on_ranks import alike, on_ranks, total_world_size
@@ -294,6 +293,9 @@ def test_shards_go_on_bit_for_bit(rank: int, tmp_path: Path):
 
 
 def test_training_without_gradients_has_no_optimiser(tmp_path: Path):
+    pytest.importorskip("transformers", reason="make test-lowest has none")
+    from language.zeroth import ZerothOrder
+
     ends = []
     for resumes in (False, True):
         model = problems.small_net(seed=int(resumes))
