@@ -434,7 +434,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             state["fragments"] = [
                 [f.lag, {name: on_host(value) for name, value in f.held.items()}] for f in self.fragments
             ]
-            state |= {"at": self.fragment, "between": self._between, "reached_in": self._reached_in}
+            state |= {"at": self.fragment, "reached_in": self._reached_in}
         return state
 
     # -- the outer step ----------------------------------------------------------------------------------------
