@@ -356,7 +356,7 @@ class TauHook(Hook):
 
     def attach(self, method: Any) -> None:
         super().attach(method)
-        self.tuner.vote = int(method.node.group is not None)
+        self.tuner.vote = int(method.node.group is not None or method.allreduce.votes)
 
     def before_allreduce(self) -> None:
         m = self.method

@@ -12,7 +12,7 @@ import pytest
 from tests.imports import PACKAGES, ROOT, TASKS, file_of, files, imports, needed, room_of
 
 CORE = {room_of(file) for file in files() if file.parts[0] == "core"}
-TRAINING = {"training", "training.elastic", "training.layouts"}
+TRAINING = {"training", "training.layouts"}
 
 TOOLS = {"core.compression", "core.guards", "core.testing"}
 ARROWS: dict[str, set[str]] = {
@@ -28,11 +28,10 @@ ARROWS: dict[str, set[str]] = {
     "core.testing": {"core"},
     "core.checkpoint": {"core", "core.guards"},
     "core.baselines": {"core", "core.co2", "core.config", "core.shares", *TOOLS},
-    "core.elastic": {"core", "core.co2", "core.config", "core.shares", *TOOLS},
+    "core.elastic": {"core", "core.checkpoint", "core.co2", "core.config", "core.shares", *TOOLS},
     "core.integrations": CORE - {"core.doctor"},
     "core.doctor": CORE - {"core.integrations"},  # nothing imports it
     "training": {*CORE, *TRAINING},
-    "training.elastic": {*CORE, "training"},
     "training.layouts": {*CORE, "training"},
     "training.plan": {*CORE, *TRAINING},
     **{task: {*CORE, *TRAINING} for task in TASKS},
@@ -174,11 +173,11 @@ BUDGETS = {
     "core/checkpoint": 1001,
     "core/compression": 2000,
     "core/doctor": 594,
-    "core/elastic": 1476,
+    "core/elastic": 2060,  # with the launcher, which was in training, and the loop for own scripts
     "core/guards": 1160,
     "core/integrations": 1179,
     "core/testing": 221,
-    "training": 7875,
+    "training": 7410,
     "language": 5368,
     "pointcloud": 1332,
     "segmentation": 1520,
