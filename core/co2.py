@@ -410,8 +410,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         state = super()._local_state()
         self._now.arrived_tau = self._arrived_tau
         fragments = [{name: on_host(getattr(fragment, name)) for name in SAVED} for fragment in self.fragments]
-        between = self.allreduce.launched - self.rounds  # all-reduces of other fragments than the first
-        cut = {"at": self.fragment, "between": between, "reached_in": self._reached_in}
+        cut = {"at": self.fragment, "reached_in": self._reached_in}
         return state | {"fragments": fragments} | (cut if self.is_cut else {})
 
     # -- the outer step ----------------------------------------------------------------------------------------

@@ -181,6 +181,7 @@ class SavedMethod(HookedMethod):
             "places": self.allreduce.places,
             "local_steps": self.local_steps,
             "rounds": self.rounds,
+            "between": self.allreduce.launched - self.rounds,  # all-reduces of other fragments than the first
             "taus": [self._sent_tau, self._arrived_tau, self.tau],
             "order": order_of(self.trained),
             "hooks": {hook.name: on_host(hook.state_dict()) for hook in self.hooks if hook.name},
