@@ -129,12 +129,13 @@ class AsyncAllReduce:
         place: This worker's index among the scalars with a place per worker. There are `places` of them.
         most: Largest number of workers that the group may ever have.
         is_elastic: Whether workers may leave and join.
+        votes: Whether the ranks of a worker vote on an arrival, which takes a local step.
         generation: Rises whenever workers have left or joined.
         timed_groups: Groups whose timeout follows the intervals between launches.
     """
 
     launches = generation = 0
-    is_elastic = False
+    is_elastic = votes = False
 
     def __init__(
         self,

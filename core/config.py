@@ -17,7 +17,7 @@ from .buckets import Bucket, BucketShare, Scalars, tensors_of
 from .comm import AsyncAllReduce, Reducer, all_reduce
 from .compression.formats import BLOCK, BLOCK_BYTES, NarrowFormat, UniformFormat
 from .compression.lgreco.choices import LGrecoConfig, parse
-from .errors import UserError, is_number, is_whole, require
+from .errors import UserError, env_number, is_number, is_whole, require
 from .groups import backend_for, check_names, refuse_shards
 from .guards import failure
 from .guards.extra import ExtraAverage, Given
@@ -173,8 +173,8 @@ class CO2Config:
     fragments: int | Literal["auto"] = 1
     """With keep_local: into how many parts the parameters are cut, whose all-reduces follow each other within a round
     (Fragment). An average is then late by a part's all-reduce, and a round sends the same bytes. auto: so many
-    that a part takes about a local step, and tau auto is then shorter. With shard, stages that hold parameters together
-    and elastic workers auto means 1."""
+    that a part takes about a local step, and tau auto is then shorter. With shard, and stages that hold parameters
+    together, auto means 1."""
     outlier: float | None = 10.0
     """Excludes a worker from a round's average, and restarts it, if its update is more than this many times as large as
     its usual update. None excludes only updates that are not finite."""
@@ -475,7 +475,9 @@ def build_args(
         raise UserError(f"hooks={more!r}: give a list of them")
     check_names(group := args.get("group"))
     workers = dist.get_world_size(group) if dist.is_initialized() else 1
-    if allreduce is None and c.expected_workers not in (None, workers):  # elastic workers come and go
+    if allreduce is not None:  # elastic workers have not met, and come and go
+        workers = env_number("WORLD_SIZE", 1)
+    elif c.expected_workers not in (None, workers):
         _warn_user(
             f"CO2Config.recommended(workers={c.expected_workers}), and {workers} average here: give it neither that "
             "number nor steps in its place, as recommended(steps=N); on a mesh a worker is a node"

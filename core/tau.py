@@ -368,7 +368,7 @@ class AdaptiveTau(SyncSchedule, Hook):
 
     def attach(self, method: Any) -> None:
         super().attach(method)
-        self.tuner.vote = int(method.node.group is not None)
+        self.tuner.vote = int(method.node.group is not None or method.allreduce.votes)
 
     def before_allreduce(self) -> None:
         m = self.method

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,12 +145,3 @@ def run_resumed(rank: int, world_size: int, folder: str, which: str) -> list[tup
         ends.append((names["began"], torch.cat([p.detach().flatten() for p in names["model"].parameters()])))
         dist.barrier()
     return ends
-
-
-def run_elastic(folder: str) -> None:
-    """The worked example on one worker; worker 1 dies once."""
-    name = os.environ["CO2_WORKER"]
-    block, names = script("elastic.py"), dict[str, Any]()
-    dies = "    co2.step()\n    if members.name == '1.0' and step == 52: os._exit(9)\n    time.sleep(0.01)\n"
-    block.run(names, "import time\n" + block.code.replace("    co2.step()\n", dies))
-    torch.save((names["came_later"], names["model"].state_dict()), Path(folder, name))

@@ -1,4 +1,4 @@
-"""The part of a run that handles workers that come and go (see core/elastic/joining.py and training/launch.py).
+"""The part of a run that handles workers that come and go (see core/elastic/joining.py and core/elastic/launch.py).
 
 The run has a fixed number of steps, and each worker's batch keeps its size. Samples come from one shuffle per epoch.
 When the number of workers changes, the rest of the epoch is shared out again, from the next whole batch on. Only
@@ -11,25 +11,23 @@ from __future__ import annotations
 import functools
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from core.baselines.table import Method
 from core.checkpoint import runs as checkpoint
 from core.checkpoint import stored
 from core.config import named
-from core.elastic.allreduce import ElasticAllReduce
-from core.elastic.island import Island
-from core.elastic.joining import Joining, elastic_co2
-from core.elastic.members import Members, Over, Report, WorkersChanged
-from core.errors import UserError, env_number
+from core.elastic import elastic_co2
+from core.elastic.allreduce import Script
+from core.elastic.joining import ElasticCO2
+from core.elastic.members import Members, Report, WorkersChanged
+from core.errors import UserError
 from core.groups import local_world_size
 from core.local_update import LocalUpdateMethod
 from training.data.samples import per_worker, steps_per_epoch
@@ -76,19 +74,16 @@ class Deal:
         return Deal(number, step, epoch * of_epoch + done, workers)
 
 
-class Elastic:
-    """One worker's part in an elastic run.
+class Elastic(Script):
+    """One worker's part in an elastic run. Its rank synchronizes gradients with the other ranks of its island, if any.
 
     Attributes:
         drawn: Number of steps whose batches this worker has used or skipped.
-        island: The ranks with which this rank synchronizes gradients in every step, if there are any.
     """
 
-    method: LocalUpdateMethod
-    joining: Joining
-    workers: ElasticAllReduce
+    method: ElasticCO2
+    members: Members
     mesh = None  # DDP synchronizes an island's ranks
-    island: Island | None = None
     _trained: TrainState
 
     def __init__(self, run: Progress, folder: RunFolder, rounds: RoundLog):
@@ -105,13 +100,13 @@ class Elastic:
         """Connects to the launcher, and compares the recipe with the first worker's recipe."""
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)
-        r, ranks = self.run.recipe, self._ranks
-        if ranks != env_number("CO2_ISLAND", 1):
+        r = self.run.recipe
+        self.members = Members.from_env(r.timeout)
+        if (r.per_node or local_world_size()) != self.members.island:
             raise UserError(
-                f"per_node={r.per_node} with elastic: give --per_node after the recipe's name, as --elastic"
+                f"per_node={r.per_node} with elastic: give --per_node after the recipe's name, as --elastic, to "
+                "training.launch"
             )
-        self.island = Island(ranks, r.timeout) if ranks > 1 else None
-        self.members = self.island.members if self.island else Members.from_env(r.timeout)
         mine = settings(r)
         first = json.loads(self.members.store.compare_set("settings", "", json.dumps(mine)))
         if verdict := difference(first, mine, self.run.rank):
@@ -122,22 +117,11 @@ class Elastic:
 
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
         """Returns the model, and the method before it has joined the other workers."""
-        r = self.run.recipe
-        options: dict[str, Any] = {"members": self.members, "timeout": r.timeout, "link": self.run.link}
+        r, buffers = self.run.recipe, list(model.buffers()) if self.run.recipe.average_buffers else []
+        options: dict[str, Any] = {"timeout": r.timeout, "link": self.run.link, "buffers": buffers}
         options["hooks"] = [self.run.requests, self.run.snapshots]
-        options["buffers"] = list(model.buffers()) if r.average_buffers else []
-        options["classes"] = self.island.classes if self.island else None
-        self.method, self.joining = elastic_co2(model.parameters(), named(r.co2), **options)
-        self.workers = self.joining.allreduce
-        self.workers.tell = self._tell
-        self.workers.on_change = self._on_change
-        self.joining.give = self.state
-        self.joining.take = self.restore
-        self.joining.may_join = lambda: not self.run.evaluates(self.drawn)
-        if self.island:
-            self.island.connect(self.run.device)
-            return DistributedDataParallel(model), self.method
-        return model, self.method
+        self.method = elastic_co2(model.parameters(), named(r.co2), members=self.members, script=self, **options)
+        return (DistributedDataParallel(model) if self.members.island > 1 else model), self.method
 
     def begin(self, trained: TrainState, samples: int, epoch: int) -> float:
         """Joins the other workers and loads their state. Returns the seconds of training that led to it."""
@@ -151,11 +135,7 @@ class Elastic:
                 f"evaluated; give a larger --eval_every{smaller}"
             )
         self.samples = samples
-        try:
-            came_later = self.joining.join(self._found)
-        except Over:
-            print(f"worker {self.members.name}: the run has ended before it could join", file=sys.stderr)
-            sys.exit(0)
+        came_later = self.method.join(self._found)
         self.rounds.overlap.rounds += came_later  # it takes part in the round that it joins
         self._trains = True
         return self._seconds
@@ -179,42 +159,29 @@ class Elastic:
 
     def sum(self, values: Tensor) -> Tensor:
         """See ElasticAllReduce.sum_of_all."""
-        return self.workers.sum_of_all(values.cpu())
+        return self.method.allreduce.sum_of_all(values.cpu())
 
     def stopped_by(self, number: int) -> int:
         """Returns the signal that stops the run. The launcher passes it on to all workers."""
         return number or signal.SIGTERM
 
     def conclude(self, act: Callable[[], None]) -> None:
-        """Ends the run. All workers wait for the first worker's `act`, or the next worker's if the first is lost."""
-        while True:
-            if self.run.rank == 0:
-                act()
-            try:
-                self.sum(torch.zeros(1))
-                break
-            except WorkersChanged:
-                continue
-        self.members.end()
-        self.method.close()
-        if self.island:
-            dist.destroy_process_group()
-
-    @property
-    def _ranks(self) -> int:
-        """Number of ranks of each worker."""
-        return self.run.recipe.per_node or local_world_size()
+        """See ElasticCO2.end."""
+        self.method.end(act)
 
     # -- state ------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def may_join(self) -> bool:
+        return not self.run.evaluates(self.drawn)
+
+    def give(self, method: LocalUpdateMethod) -> dict[str, Any]:
         """Returns the state that a newcomer needs and a checkpoint holds."""
-        state = self._trained.state_dict() | self._trained.state_of_method(self.method.state_dict())
+        state = self._trained.state_dict() | self._trained.state_of_method(method.state_dict())
         self.rounds.read()
         totals = vars(self.rounds.overlap) | {"seconds": self.run.clock.seconds}
         return state | {"step": self.drawn, "total": self.run.total, "deal": asdict(self.deal), "totals": totals}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def take(self, method: LocalUpdateMethod, state: dict[str, Any]) -> None:
         """Continues from `state`. The optimizer's state is the sender's; this worker keeps its own random state."""
         self._trained.load_state_dict(state)
         self.deal, self.drawn = Deal(**state["deal"]), state["step"]
@@ -231,7 +198,7 @@ class Elastic:
         """Writes a checkpoint on the first worker, unless its model is not finite. Raises UserError if it cannot."""
         if self.run.rank > 0:
             return
-        self._saver.start(self.drawn, stored.on_host(self.state()))
+        self._saver.start(self.drawn, stored.on_host(self.give(self.method)))
         self._saver.wait()
 
     def saved(self) -> bool:
@@ -248,21 +215,20 @@ class Elastic:
         run, number, before = self.run, self.members.generation, None
         goes_on = run.recipe.resume or number > 1
         if goes_on and (found := self._newest()):
-            self.restore(found[0])
+            self.take(self.method, found[0])
             before = found[0].get("total")
             self.deal = self.deal.again(number, self.drawn, run.world_size, self.samples, self.share)
         self.folder.begin(run.step, run.total, before)
 
     # -- changes ----------------------------------------------------------------------------------------------
 
-    def _tell(self) -> Report:
+    def tell(self) -> Report:
         return {"step": self.drawn, "deal": asdict(self.deal)}
 
-    def _on_change(self, reports: list[Report | None]) -> None:
+    def on_change(self, reports: list[Report | None]) -> None:
         """Adapts to a new generation."""
         run, members = self.run, self.members
-        run.rank, run.world_size = members.rank * self._ranks, members.size * self._ranks
-        run.rank += self.island.rank if self.island else 0
+        run.rank, run.world_size = members.rank * members.island + members.island_rank, members.size * members.island
         known = [r for r in reports if r is not None]
         self.deal = Deal(members.generation, 0, 0, run.world_size)
         if known:

@@ -2,465 +2,40 @@
 
     python -m training.launch --nproc-per-node 4 -m TASK.train RECIPE [overrides]
 
-torchrun ends every failure with a traceback. This launcher ends a failure with one line, and Ctrl-C with none.
-
-With --elastic among the overrides, workers may come and go. Each node's launcher ends a worker that is silent for
---timeout seconds. It restarts a worker that died, up to --max-restarts times, under a new name, RANK.RESTARTS. It
-writes to the store which workers are alive. With --per_node, several ranks of a node are one worker, which ends and
-restarts as a whole (core/elastic/island.py). The first node's launcher serves the store and lists the generations, see
-core/elastic/members.py. The run ends with this launcher, and --resume continues it. With --store etcd://..., etcd keeps
-the store, and any launcher may be lost: the holder of a lease lists the generations.
+torchrun ends every failure with a traceback. This launcher ends a failure with one line, and Ctrl-C with none. With
+--elastic among the overrides, workers may come and go: core/elastic/launch.py starts them. With --per_node, several
+ranks of a node are then one worker. --resume continues a run after its launcher's end.
 """
 
-import contextlib
-import errno
-import itertools
-import json
-import math
 import os
 import re
-import secrets
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
-from argparse import Namespace
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 if __name__ == "__main__" and "--elastic" in sys.argv:  # before torch: it prints frames for a lost store
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import determine_local_world_size, get_args_parser, run
+from torch.distributed.run import get_args_parser, run
 
-from core.elastic.allreduce import MOST
-from core.elastic.etcd import Election, EtcdStore, NotLeading
-from core.elastic.members import BEAT
-from core.elastic.sealed import SECRET, SealedStore
-from core.errors import CollectiveError, UserError
+from core.elastic import launch
+from core.elastic.launch import say
+from core.errors import UserError
 from training.start.script import guard_output
 
-POLL = 0.02  # seconds between two checks of the workers
-SILENCE = 15.0  # seconds without a sign of life after which a node's launcher counts as lost
-OF_A_GENERATION = ("came", "report", "group")  # kinds of keys, by generation and worker
-PATIENCE = 60.0  # seconds for workers to save and end after a signal
 
-
-class Coordinator:
-    """Lists the generations of workers, in the first node's launcher.
-
-    Args:
-        store: The store, see core.elastic.sealed.
-        nodes: Number of nodes.
-    """
-
-    def __init__(self, store: SealedStore, nodes: int):
-        self.store, self.nodes = store, nodes
-        self.generation, self.members = 0, []
-        self.out: list[str] = []  # silent workers, which their launchers end; they never count as alive again
-        self._listed_at, self._formed = 0.0, False  # when the generation was listed; whether all of it has reported
-        self._waits_since: float | None = None  # start of the wait for members to come to the next generation
-        self._beats: dict[int, tuple[int, float]] = {}  # each node's last beat, and when it was seen
-        self._tells_at = time.monotonic() + SILENCE  # when it says that a node is missing
-
-    def look(self) -> None:
-        """Lists the next generation if it is due."""
-        alive = self.alive()
-        if alive is None:
-            return
-        alive = [name for name in alive if name not in self.out]
-        members = [name for name in self.members if name in alive]
-        ready = [name for name in alive if name not in self.members and self._is_set(f"ready/{name}")]
-        now, silent = time.monotonic(), set[str]()
-        if not members:  # at the start, or after all were lost
-            if not ready or self._is_set("over"):
-                self._waits_since = None
-            elif len(ready) == len(alive):
-                self._list(sorted(ready, key=lambda name: [*map(int, name.split("."))]), planned=True)
-            elif self._waits_too_long(now):
-                self._leave_out({*alive} - {*ready})
-            return
-        if len(members) < len(self.members):
-            self.store.set(f"broken/{self.generation}", "")
-        if ready:
-            self.store.set(f"waiting/{self.generation}", "")
-        keys = {name: f"came/{self.generation}/{name}" for name in members}
-        came = {name: self.store.get(key).decode() for name, key in keys.items() if self._is_set(key)}
-        if not self._formed:
-            late = {name for name in members if not self._is_set(f"report/{self.generation}/{name}")}
-            self._formed = not late
-            silent |= late - {*came} if now - self._listed_at > float(self.store.get("patience")) else set()
-        if came and self._waits_too_long(now):
-            silent |= {*members} - {*came}
-        if silent:
-            self._leave_out(silent)
-        elif came and len(came) == len(members):
-            holders = [name for name, kind in came.items() if kind != "empty"]
-            planned = all(came[name] == "planned" for name in holders)
-            empty = [name for name in came if name not in holders]
-            self._list(holders + (empty + ready if planned else []), planned)
-
-    def _waits_too_long(self, now: float) -> bool:
-        self._waits_since = now if self._waits_since is None else self._waits_since
-        return now - self._waits_since > float(self.store.get("patience"))
-
-    def _leave_out(self, silent: set[str]) -> None:
-        """Lets the launchers end silent workers, which count as lost from the next look on."""
-        self.out += sorted(silent)
-        self.store.set("out", json.dumps(self.out))
-
-    def _list(self, names: list[str], planned: bool) -> None:
-        self.generation, self.members, self._waits_since = self.generation + 1, names, None
-        self._listed_at, self._formed = time.monotonic(), False
-        self.store.set(f"generation/{self.generation}", json.dumps({"names": names, "planned": planned}))
-
-    def alive(self) -> list[str] | None:
-        """Returns the names of the workers that are alive, or None until all nodes have started theirs."""
-        alive: list[str] = []
-        for node in range(self.nodes):
-            if not self._is_set(f"node/{node}"):
-                if time.monotonic() > self._tells_at:
-                    print(f"waiting for the launcher of node {node} (--node-rank {node})", file=sys.stderr, flush=True)
-                    self._tells_at = math.inf
-                return None
-            told = json.loads(self.store.get(f"node/{node}"))
-            beat, seen = self._beats.get(node, (-1, 0.0))
-            if told["beat"] != beat:
-                self._beats[node] = told["beat"], (seen := time.monotonic())
-            if time.monotonic() - seen < SILENCE:
-                alive += told["alive"]
-        return alive
-
-    def _is_set(self, key: str) -> bool:
-        return self.store.check([key])
-
-
-class ElectedCoordinator(Coordinator):
-    """The coordinator of one of several launchers. It lists generations while it leads; etcd refuses its later writes.
-
-    Args:
-        etcd: The store below `store`, for this coordinator only.
-        store: See Coordinator.
-        node: This node's number.
-        nodes: Number of nodes.
-    """
-
-    def __init__(self, etcd: EtcdStore, store: SealedStore, node: int, nodes: int):
-        super().__init__(store, nodes)
-        self.election = Election(etcd, str(node), self._take_over)
-
-    def look(self) -> None:
-        try:
-            if self.election.leads():
-                super().look()
-        except NotLeading:
-            self.election.lose()
-
-    def _take_over(self) -> None:
-        """Continues from the last generation. Nodes count as alive until they are silent for SILENCE seconds."""
-        while self._is_set(f"generation/{self.generation + 1}"):
-            self.generation += 1
-        self.members = json.loads(self.store.get(f"generation/{self.generation}"))["names"] if self.generation else []
-        self.out = json.loads(self.store.get("out")) if self._is_set("out") else []
-        self._listed_at, self._formed, self._waits_since, self._beats = time.monotonic(), False, None, {}
-
-    def _list(self, names: list[str], planned: bool) -> None:
-        super()._list(names, planned)
-        for kind in OF_A_GENERATION:  # its workers have left it
-            self.election.store.delete_below(f"elastic/{kind}/{self.generation - 2}/")
-
-
-class Agent:
-    """One node's launcher, with its workers and their restarts.
-
-    Args:
-        spawn: Starts a worker with these environment variables. Returns its process, as subprocess.Popen does.
-        workers: Number of ranks on each node.
-        restarts: How often each worker is restarted.
-        node: This node's number.
-        nodes: Number of nodes.
-        host: Address of the store, which the first node serves.
-        port: Port of the store; 0 for any.
-        etcd: URL of an EtcdStore to use instead. No launcher must then live longer than the run.
-        island: Number of ranks of each worker, consecutive ones of a node.
-    """
-
-    def __init__(
-        self,
-        spawn: Callable[[dict[str, str]], Any],
-        workers: int,
-        restarts: int = 0,
-        *,
-        node: int = 0,
-        nodes: int = 1,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        etcd: str = "",
-        island: int = 1,
-    ):
-        if workers % island:
-            raise UserError(f"per_node={island} does not divide the {workers} ranks of a node: change --nproc-per-node")
-        self.island = island
-        self.spawn, self.workers, self.restarts, self.node, self.nodes = spawn, workers, restarts, node, nodes
-        try:
-            if etcd:
-                self._served: Any = EtcdStore(etcd)
-                count = len(self._served.hosts)
-                self._served.hosts = [self._served.hosts[(node + i) % count] for i in range(count)]  # its own first
-                self._served.check([""])
-            else:
-                self._served = _serve(host, port, alone=nodes == 1) if node == 0 else _store(host, port)
-        except (RuntimeError, OSError) as error:
-            reason = str(error).splitlines()[0]
-            remedy = "start etcd first" if etcd else "give --master-addr and a free --master-port of the first node"
-            raise UserError(f"no store at {etcd or f'{host}:{port}'} ({reason}): {remedy}") from None
-        self._secret = os.environ.get(SECRET) or ("" if etcd or nodes > 1 else secrets.token_hex())
-        self.store = self._sealed(self._served)
-        if etcd:
-            self.store.compare_set("launcher", "", "here")
-        elif node == 0:
-            self.store.set("launcher", "here")
-        self.store.get("launcher")  # raises for another secret
-        self.coordinator = Coordinator(self.store, nodes) if node == 0 else None
-        self.processes: dict[int, Any] = {}  # by slot, a rank's place on this node
-        self.started = [0] * (workers // island)  # restarts of each worker
-        self._failed: dict[int, int] = {}  # the first status of each worker of which a rank has failed
-        self.status, self.signalled, self._beat = 0, 0, 0
-        self._beats: dict[str, tuple[bytes, float]] = {}  # each worker's last beat, and seconds since it was seen
-        self._heard_at = time.monotonic()  # when the beats were read
-        self._poll = POLL
-        if etcd:
-            if self.store.check(["over"]):
-                raise UserError(f"--store {etcd}: the run of this name has ended: give another name")
-            self._poll, self._own = 10 * POLL, EtcdStore(self._served.url)
-            self.coordinator = ElectedCoordinator(self._own, self._sealed(self._own), node, nodes)
-            if self.store.check([f"node/{node}"]):  # a launcher of this node was lost: no name is used twice
-                self.started = [n + 1 for n in json.loads(self.store.get(f"node/{node}"))["started"]]
-        self.finished = False  # whether a worker has finished the run
-        self._ends_them = False  # whether the launcher itself kills the remaining workers
-        self._deadline = math.inf
-        self._folder = tempfile.TemporaryDirectory()
-
-    def _sealed(self, store: dist.Store) -> SealedStore:
-        return SealedStore(dist.PrefixStore("elastic", store), self._secret)
-
-    def run(self) -> int:
-        """Runs until all workers have ended. Returns the exit status, 0 if a worker has finished the run."""
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            for worker in range(len(self.started)):
-                self._start(worker)
-            # the launcher that serves the store outlives the workers of all nodes that have come
-            while self.processes or (type(self.coordinator) is Coordinator and self.coordinator.alive()):
-                self.look()
-                time.sleep(self._poll)
-            if isinstance(self.coordinator, ElectedCoordinator):
-                self.coordinator.election.resign()
-        finally:
-            for process in self.processes.values():
-                process.kill()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._folder.cleanup()
-        if self.signalled:
-            return 128 + self.signalled
-        if not self.finished and self.coordinator and self.status != 2 and not self.coordinator.alive():
-            remedy = "--resume continues from the newest checkpoint, --max-restarts N restarts workers"
-            print(f"error: no worker is left, and none came to the run's end: {remedy}", file=sys.stderr, flush=True)
-        return 0 if self.finished else self.status
-
-    def look(self) -> None:
-        """Restarts workers that have died, ends silent ones, and lists the next generation if it is due."""
-        out = {*(json.loads(self.store.get("out")) if self.store.check(["out"]) else []), *self._silent()}
-        for ranks in self._ranks_of.values():
-            running = [self.processes[slot] for slot in ranks if self.processes[slot].poll() is None]
-            if running and (name := self.name(ranks[0])) in out:
-                print(f"worker {name} was silent for too long (--timeout): ending it", file=sys.stderr)
-                for process in running:
-                    process.kill()
-        for slot, process in list(self.processes.items()):
-            if process.poll() is not None:
-                del self.processes[slot]
-                self._ended(slot, process.returncode)
-        if time.monotonic() > self._deadline:
-            for name in sorted({self.name(slot) for slot in self.processes}):
-                print(f"worker {name} did not end in time: ending it", file=sys.stderr, flush=True)
-            self._deadline, self._ends_them = math.inf, True
-            self._send_all(signal.SIGKILL)
-        self._beat += 1
-        names = [self.name(ranks[0]) for ranks in self._ranks_of.values() if len(ranks) == self.island]
-        told = {"beat": self._beat, "alive": names, "started": self.started}
-        self.store.set(f"node/{self.node}", json.dumps(told))
-        if self.coordinator:
-            self.coordinator.look()
-
-    def _silent(self) -> list[str]:
-        """Returns the workers whose last beat is over --timeout old. Stops of this launcher do not count."""
-        now = time.monotonic()
-        passed = min(now - self._heard_at, 2 * BEAT)
-        if passed < BEAT:
-            return []
-        before, self._beats, self._heard_at = self._beats, {}, now
-        for slot in self.processes:
-            name = self._rank_name(slot)
-            if self.store.check([key := f"beat/{name}"]):
-                beat, (last, since) = self.store.get(key), before.get(name, (b"", 0.0))
-                self._beats[name] = beat, since + passed if beat == last else 0.0
-        patience = float(self.store.get("patience")) if self._beats else 0.0
-        silent = [name for name, (_, since) in self._beats.items() if since > patience]
-        return [".".join(name.split(".")[:2]) for name in silent]
-
-    def name(self, slot: int) -> str:
-        """Returns the name of the worker that was started last in a slot."""
-        worker = slot // self.island
-        return f"{self.node * len(self.started) + worker}.{self.started[worker]}"
-
-    def _rank_name(self, slot: int) -> str:
-        """Returns the name under which a rank writes its beats, see Members."""
-        return self.name(slot) + (f".{slot}" if slot % self.island else "")
-
-    @property
-    def _ranks_of(self) -> dict[int, list[int]]:
-        """The slots whose ranks live, by worker."""
-        return {k: [*of] for k, of in itertools.groupby(sorted(self.processes), lambda slot: slot // self.island)}
-
-    def _ended(self, slot: int, status: int) -> None:
-        over = self.store.check(["over"])
-        if status == 0 and (over or not self.store.check([f"beat/{self._rank_name(slot)}"])):  # or a dry run
-            if over and not self.finished:  # others end soon, unless they are stopped
-                self._deadline = min(self._deadline, time.monotonic() + float(self.store.get("patience")))
-            self.finished = True
-            return
-        if status == 0:
-            print(f"worker {self.name(slot)} ended before the run's end", file=sys.stderr, flush=True)
-            status = 1
-        self.status = self.status or (status if status > 0 else 128 - status)
-        if status == 2 and not self.finished:  # a user's mistake: all workers make it, or wait for this one
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the worker's last line, if any
-                said = json.loads(self._error_file(slot).read_text())["message"]["message"]
-                if not self._ends_them:  # otherwise another worker has said so
-                    print(said, file=sys.stderr, flush=True)
-            self.restarts, self._ends_them = 0, True
-            self._send_all(signal.SIGKILL)
-        worker = slot // self.island
-        self._failed.setdefault(worker, status)
-        if rest := self._ranks_of.get(worker):  # the last one restarts it
-            for other in rest:
-                self.processes[other].kill()
-            return
-        status = self._failed.pop(worker)
-        if not (over or self.signalled) and self.started[worker] < self.restarts:
-            print(f"worker {self.name(slot)} died (status {status}): restarting it", file=sys.stderr, flush=True)
-            self.started[worker] += 1
-            self._start(worker)
-        elif status < 0 and not (self.signalled or self._ends_them):  # the worker itself printed nothing
-            print(f"worker {self.name(slot)} was killed by signal {-status}", file=sys.stderr, flush=True)
-
-    def _start(self, worker: int) -> None:
-        for slot in range(worker * self.island, (worker + 1) * self.island):
-            env = {"RANK": self.node * self.workers + slot, "WORLD_SIZE": self.nodes * self.workers}
-            env |= {"LOCAL_RANK": slot, "LOCAL_WORLD_SIZE": self.workers, "CO2_WORKER": self.name(slot)}
-            env["CO2_STORE"] = self._served.url if isinstance(self._served, EtcdStore) else ""
-            if not env["CO2_STORE"]:
-                env |= {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port}
-            env |= {SECRET: self._secret, "CO2_ISLAND": self.island}
-            env["TORCHELASTIC_ERROR_FILE"] = self._error_file(slot)
-            self.processes[slot] = self.spawn({name: str(value) for name, value in env.items()})
-
-    def _error_file(self, slot: int) -> Path:
-        return Path(self._folder.name, f"error{self.name(slot)}.{slot}.json")
-
-    def _send_all(self, number: int) -> None:
-        for process in self.processes.values():
-            process.send_signal(number)
-
-    def _on_signal(self, number: int, _: Any) -> None:
-        """Passes a signal on, so that the run is saved. A second signal, over 2 s later, kills the workers."""
-        now = time.monotonic()
-        again = self.signalled and now > self._deadline - PATIENCE + 2
-        if not self.signalled:
-            self.signalled, self._deadline = number, now + PATIENCE
-        self._send_all(signal.SIGKILL if again else number)
-
-
-def _serve(host: str, port: int, *, alone: bool) -> dist.TCPStore:
-    """Returns the store. It listens only at `host` if that is this machine's own address and other nodes can reach it.
-
-    An address behind NAT is not this machine's own. Other nodes cannot reach 127.0.1.1.
-
-    Args:
-        host: Address of the store.
-        port: Port; 0 for any.
-        alone: Whether there are no other nodes.
-    """
-    try:
-        listening = socket.create_server((host, port))
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        return _store(host, port, is_master=True)
-    own, port = listening.getsockname()
-    if own.startswith("127.") and not alone:
-        listening.close()
-        return _store(host, port, is_master=True)
-    # In torch 2.6 and 2.7 libuv, the default backend, does not accept a socket that already listens.
-    return _store(host, port, is_master=True, master_listen_fd=listening.detach(), use_libuv=False)
-
-
-def _store(host: str, port: int, **options: Any) -> dist.TCPStore:
-    within = timedelta(seconds=300)
-    return dist.TCPStore(host, port, None, timeout=within, wait_for_workers=False, **options)
-
-
-def run_elastic(args: Namespace) -> int:
-    """Starts this node's workers with torchrun's arguments. Returns the exit status after all have ended."""
-    script = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
-
-    def spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, *script], env={"OMP_NUM_THREADS": "1", **os.environ, **env})
-
-    nodes = int(str(args.nnodes).split(":")[-1])
-    where: dict[str, Any] = {}
-    if nodes > 1:
-        where = {"node": args.node_rank, "nodes": nodes, "host": args.master_addr, "port": args.master_port or 29500}
-    if args.store:
-        run = "" if "/" in args.store.removeprefix("etcd://") or args.rdzv_id == "none" else f"/{args.rdzv_id}"
-        where["etcd"] = args.store + run
-    workers = determine_local_world_size(args.nproc_per_node)
-    return Agent(spawn, workers, args.max_restarts, island=_per_node(script, workers), **where).run()
-
-
-def _per_node(options: list[str], workers: int) -> int:
-    """Returns the number of ranks of each worker from the script's options, which the script itself checks."""
+def per_node(options: Sequence[str]) -> int:
+    """Returns the number of ranks of each worker from the script's options, which the script itself checks. 0: all."""
     text = re.sub("[ =]+", " ", " ".join(options).replace("--per-node", "--per_node"))
     found = re.findall(r"--per_node (\d+)(?= |$)", text)
-    return (int(found[-1]) or workers) if found else 1
-
-
-def check_args(args: Namespace) -> None:
-    """Raises UserError for numbers of nodes, workers and restarts, and a port, that cannot be."""
-    fewest, most = (str(args.nnodes).split(":") * 2)[:2]
-    if not (re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", str(args.nnodes)) and 0 < int(fewest) <= int(most)):
-        raise UserError(f"--nnodes {str(args.nnodes)[:40]}: give a number of nodes, or MIN:MAX")
-    if not 0 < determine_local_world_size(args.nproc_per_node) <= MOST:
-        raise UserError(f"--nproc-per-node {args.nproc_per_node[:40]}: give 1 to {MOST}")
-    if not 0 <= (args.master_port or 0) < 1 << 16:
-        raise UserError(f"--master-port {args.master_port}: give 0 to 65535")
-    if args.max_restarts < 0:
-        raise UserError(f"--max-restarts {args.max_restarts}: give 0 or more")
-    if not 0 <= args.node_rank < int(most):
-        raise UserError(f"--node-rank {args.node_rank}: give 0 to {int(most) - 1}")
+    return int(found[-1]) if found else 1
 
 
 def main() -> None:
     guard_output()
+    if "--elastic" in sys.argv:
+        sys.exit(launch.main([f"--per-node={per_node(sys.argv)}", *sys.argv[1:]]))
     os.environ["CO2_LAUNCH"] = "1"  # this process prints the workers' last line
     # torchrun's own options, which an older torch ignores: workers save before they end, which takes up to two rounds
     os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "300")
@@ -469,27 +44,21 @@ def main() -> None:
     parser.add_argument("--store", help="for --elastic: etcd://HOST,HOST,HOST/RUN, which outlives any one machine")
     args = parser.parse_args()
     try:
-        check_args(args)
-        if args.store and "--elastic" not in args.training_script_args:
+        launch.check_args(args)
+        if args.store:
             raise UserError(f"--store {args.store} is for elastic runs: add --elastic to the script's options")
-        if "--elastic" in args.training_script_args:
-            sys.exit(run_elastic(args))
         run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != 2:  # status 2 is a user's mistake
             ended = f"killed by signal {-failure.exitcode}" if failure.exitcode < 0 else "first to fail"
-            print(f"error: worker {rank} was {ended}: see what the workers print", file=sys.stderr, flush=True)
+            say(f"error: worker {rank} was {ended}: see what the workers print")
             sys.exit(1)
         if isinstance(failure.message, dict):  # otherwise the message about a wrong option was printed above
-            print(failure.message["message"], file=sys.stderr, flush=True)
+            say(failure.message["message"])
         sys.exit(2)
-    except CollectiveError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
     except (UserError, RuntimeError, ValueError, OSError, AssertionError) as error:  # of this process, not of workers
-        reason = (str(error).splitlines() or ["torchrun refuses the options"])[0]
-        print(f"error: {reason}", file=sys.stderr, flush=True)
+        say(f"error: {(str(error).splitlines() or ['torchrun refuses the options'])[0]}")
         sys.exit(2)
     except SignalException as signalled:
         sys.exit(128 + signalled.sigval)

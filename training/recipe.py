@@ -116,7 +116,8 @@ class Recipe(OfMethods):
     offload: bool = False
     """Keep CO2's outer state and its all-reduce in the host's memory, without a copy of the parameters on a GPU."""
     elastic: bool = False
-    """Continue without a worker that dies, and let it rejoin. For method co2, started by python -m training.launch."""
+    """Continue without a worker that dies, and let it rejoin. For method co2, started by python -m training.launch or
+    core.elastic.launch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto uses a GPU if there is one."""
     timeout: float = 600.0

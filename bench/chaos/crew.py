@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.cluster import hold_port
-from training.launch import Agent
+from core.elastic.launch import Agent
 
 if TYPE_CHECKING:
     from bench.cluster.nodes import Cluster

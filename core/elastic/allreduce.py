@@ -13,13 +13,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import copy
 from ..comm import AsyncAllReduce, Stage, sum_flats
 from ..errors import CollectiveError, env_number
 from ..local_update import LocalUpdateMethod
@@ -31,6 +30,29 @@ LOOK_EVERY = 0.2  # seconds between two checks whether another worker has left
 GRACE = 1.0  # seconds for a collective to end after that
 
 
+class Script:
+    """The part of a training script that elastic workers call. Override what your script has."""
+
+    def give(self, method: LocalUpdateMethod) -> dict[str, Any]:
+        """Returns the state that a newcomer needs, tensors and plain values."""
+        return method.state_dict()
+
+    def take(self, method: LocalUpdateMethod, state: dict[str, Any]) -> None:
+        """Loads that state on the newcomer."""
+        method.load_state_dict(state)
+
+    def may_join(self) -> bool:
+        """Returns whether newcomers may join at the boundary that is closing, equal on all workers."""
+        return True
+
+    def tell(self) -> Report:
+        """Returns this worker's own report to the other workers of a new generation, JSON values."""
+        return {}
+
+    def on_change(self, reports: list[Report | None]) -> None:
+        """A new generation has begun, with these reports by rank, None for a worker without state."""
+
+
 class ElasticAllReduce(AsyncAllReduce):
     """An AsyncAllReduce whose process group may change while a reduction is in flight.
 
@@ -39,37 +61,32 @@ class ElasticAllReduce(AsyncAllReduce):
 
     Args:
         device: As for AsyncAllReduce.
+        owner: The method that uses this all-reduce, with ElasticReducers.
         members: The worker's generation, see Members.
+        script: See Script.
         **options: Other arguments of AsyncAllReduce.
 
     Attributes:
-        owner: The method that uses this all-reduce. Joining sets it.
         world_size: Number of workers that count in the reduction in flight.
         phase: Phase of the reduction in flight.
         counts: Whether this worker's part counts.
-        asks: Whether this worker asks to let newcomers in.
-        asked: Whether any worker asked in the last reduction that arrived.
-        tell: Returns this worker's own report to the other workers. The training script sets it.
-        on_change: Gets all reports after a new generation has begun. The training script sets it.
+        asked: Whether the last reduction that arrived has asked to let newcomers in.
     """
 
-    owner: LocalUpdateMethod
     is_elastic = True
 
-    def __init__(self, device: torch.device, *, members: Members, **options: Any):
+    def __init__(
+        self, device: torch.device, *, owner: LocalUpdateMethod, members: Members, script: Script, **options: Any
+    ):
         assert not dist.is_initialized(), "the workers' groups are made and left here"
         super().__init__(device, **options)
-        self.members = members
+        self.owner, self.members, self.script = owner, members, script
         self._act, self._act_phase = 0, AGREED  # the training script's current or last sum
-        self.tell: Callable[[], Report] = dict
-        self.on_change: Callable[[list[Report | None]], None] = lambda reports: None
         self.place, self.places = env_number("RANK", 0), env_number("WORLD_SIZE", 1)
         self.most = MOST
         self.phase = AGREED
-        self.counts = True
-        self.asks = self.asked = False
+        self.counts, self.asked = True, False
         self._spared: tuple[int, int] = 0, 0  # number of a reduction, and of the workers that do not count in it
-        self._sums: list[Tensor] = []  # what is reduced: a copy of the buckets, which keep what this worker sends
         self._pending: list[Callable[[], bool]] = []  # whether each collective that was left to itself still goes on
         self._looked_at = 0.0
 
@@ -77,9 +94,10 @@ class ElasticAllReduce(AsyncAllReduce):
 
     def launch(self, stages: Iterator[Stage]) -> None:
         """Starts a reduction, as AsyncAllReduce does, of a copy of the buckets."""
-        for flat in self._flats if not self.counts else []:
-            flat.zero_()
-        self._fill()
+        self._count(self.launched + 1)
+        for sent in self._reducer.live if not self.counts else []:
+            sent.zero_()
+        self._reducer.begin()
         try:
             super().launch(self.in_phases(stages))
         except CollectiveError:
@@ -94,7 +112,8 @@ class ElasticAllReduce(AsyncAllReduce):
         """
         assert self.group is not None
         self.phase = SENT
-        asks = torch.tensor([float(self.asks)], device="cpu")  # on the host, so that no GPU waits
+        asks = torch.zeros(1, device="cpu")  # on the host, so that no GPU waits
+        asks.fill_(self.rank == 0 and self.members.wanted())
         token = torch.zeros(1, device="cpu")
         yield sum_flats([asks], self.group)
         yield from stages
@@ -128,33 +147,29 @@ class ElasticAllReduce(AsyncAllReduce):
         Raises:
             WorkersChanged: On all remaining workers, if a worker was lost and not all of them have the sum.
         """
-        self._act, self._act_phase, total = self._act + 1, SENT, values.clone()
-        reason = False
+        self._act, self._act_phase, total, failed = self._act + 1, SENT, values.clone(), False
+
+        def phases() -> Iterator[Stage]:
+            assert self.group is not None
+            yield sum_flats([total], self.group)
+            self._act_phase = SUMMED
+            yield sum_flats([torch.zeros(1, device="cpu")], self.group)
+
         try:
             super().drain()  # one collective at a time, see in_phases
-            self._sum(total)
-            self._act_phase = SUMMED
-            self._sum(torch.zeros(1, device="cpu"))
-        except RuntimeError:
-            reason = True
-        if reason:  # outside the handler, because a traceback would keep the group alive
+            of_round = self.bytes_sent, self.seconds
+            self._begin(phases())
+            self._end()
+            self.bytes_sent, self.seconds = of_round
+        except CollectiveError:
+            failed = True
+        if failed:  # outside the handler, because a traceback would keep the group alive
             reports = self.mend()
             if not agreed(reports, "act", self._act):
                 self._act, self._act_phase = self._act - 1, AGREED
                 raise WorkersChanged
         self._act_phase = AGREED
         return total
-
-    def _sum(self, values: Tensor) -> None:
-        """Sums the values in place. Raises RuntimeError if another worker has left."""
-        work, pause = dist.all_reduce(values, group=self.members.script_group, async_op=True), 1e-4
-        assert work is not None
-        while not work.is_completed():
-            time.sleep(pause := min(2 * pause, LOOK_EVERY / 20))
-            if self._someone_left():
-                self._pending.append(lambda: not work.is_completed())
-                raise RuntimeError("a worker has left")
-        work.wait()
 
     # -- another generation -----------------------------------------------------------------------------------
 
@@ -189,35 +204,25 @@ class ElasticAllReduce(AsyncAllReduce):
         spared = sum(r["launched"] == latest and not r["counts"] for r in known)
         self._spared = (latest + 1, newcomers) if newcomers else (latest, spared)
         self.generation += 1
+        self.owner.broadcasts_state = False  # workers may have asked for it in different generations
         self._changed(reports)
 
     def _changed(self, reports: list[Report | None]) -> None:
-        self.on_change(reports)
+        self.script.on_change(reports)
 
-    def count(self, number: int) -> None:
+    def _count(self, number: int) -> None:
         """Sets how many workers count in the reduction of this number, counted from 1, in this generation."""
         self.world_size = self.members.size - (self._spared[1] if number == self._spared[0] else 0)
         self._reducer.count(self.rank, self.members.size, self.world_size)
 
     @property
     def _reducer(self) -> ElasticReducer:
-        assert isinstance(self.owner.reducer, ElasticReducer), "see elastic_co2"
-        return self.owner.reducer
-
-    @property
-    def _flats(self) -> list[Tensor]:
-        return [bucket.flat for bucket in self.owner.buckets]
-
-    def _fill(self) -> None:
-        """Copies the buckets to where they are reduced."""
-        self._sums = self._sums or [torch.empty_like(flat) for flat in self._flats]
-        self._reducer.begin(self._sums)
-        copy(self._sums, self._flats)
+        """The reducer of the fragment in flight."""
+        return cast(ElasticReducer, self.owner.reducer)
 
     def _take_sum(self) -> None:
-        """Copies the sum to the buckets, because it counts."""
         self.phase = AGREED
-        copy(self._flats, self._sums)
+        self._reducer.deliver()
 
     def _someone_left(self) -> bool:
         """Returns whether another worker has left, and looks for it only now and then."""
@@ -245,7 +250,8 @@ class ElasticAllReduce(AsyncAllReduce):
                 if stuck := thread.is_alive():
                     self._thread = None
                     self._pending.append(thread.is_alive)
-                    self._sums = [] if self.phase == SENT else self._sums  # it may still write there
+                    if self.phase == SENT:
+                        self._reducer.copies = []  # it may still write there
             if not stuck:
                 with contextlib.suppress(CollectiveError):
                     super()._end()
@@ -264,12 +270,12 @@ class ElasticAllReduce(AsyncAllReduce):
     def _report(self) -> Report:
         phase = self.phase if self.in_flight else AGREED
         mine = {"launched": self.launched, "launched_phase": phase, "counts": self.counts}
-        return mine | {"act": self._act, "act_phase": self._act_phase} | self.tell()
+        return mine | {"act": self._act, "act_phase": self._act_phase} | self.script.tell()
 
     def _send_again(self) -> None:
         self._reducer.undo()
-        self.count(self.launched)
-        self._fill()
+        self._count(self.launched)
+        self._reducer.begin()
         self._begin(self.in_phases(self.owner.stages()))
 
     def failure(self, reason: str, what: str = "") -> CollectiveError:

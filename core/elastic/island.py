@@ -8,7 +8,6 @@ lost, the launcher ends the remaining ranks.
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -21,59 +20,39 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from ..buckets import keep_unchanged
 from ..comm import Stage
-from ..errors import env_number
 from ..groups import Votes, of_all
 from ..guards import failure
 from ..hooks import Requests
 from ..local_update import CHANGED
-from ..testing.link import SlowAllReduce
 from .allreduce import ElasticAllReduce
-from .joining import Classes, ElasticCO2, Joining
-from .members import Follower, Members, Over, Report, WorkersChanged
+from .joining import ElasticCO2
+from .members import Members, Over, Report, WorkersChanged
 
 PATIENCE = 10  # timeouts that a rank waits for its leader, which may wait for other workers
-_groups: list[dist.ProcessGroup] = []  # keeps the island's group until the process ends, see Island.connect
+_groups: list[dist.ProcessGroup] = []  # keeps the island's group until the process ends, see connect
 
 
-class Island:
-    """This rank's place in its island. The island's group is torch's default group.
+def connect(members: Members, device: torch.device) -> None:
+    """Connects the ranks of an island. Their group is torch's default group."""
+    store = PrefixStore(f"island/{members.name}", members.store.plain)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    ranks, within = (members.island_rank, members.island), timedelta(seconds=PATIENCE * members.timeout)
+    dist.init_process_group(backend, store=store, rank=ranks[0], world_size=ranks[1], timeout=within)
+    # DDP's reducer holds the GIL while it is destroyed. If it had the last reference to the group, the group would
+    # wait for its thread, and that thread may wait for the GIL, to destroy the tensors of the last collective.
+    _groups.append(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+    failure.register()
 
-    Args:
-        size: Number of ranks in each island: consecutive ranks of one machine.
-        timeout: Seconds until a silent worker is left out.
-    """
 
-    def __init__(self, size: int, timeout: float):
-        self.size, self.rank = size, env_number("LOCAL_RANK", 0) % size
-        self.members = (Follower if self.rank else Members).from_env(timeout)
-        self.members.island = size
-
-    def connect(self, device: torch.device) -> None:
-        """Connects the ranks. Call it on all of them after the method is made."""
-        store = PrefixStore(f"island/{self.members.name}", self.members.store.plain)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        within = timedelta(seconds=PATIENCE * self.members.timeout)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=within)
-        # DDP's reducer holds the GIL while it is destroyed. If it had the last reference to the group, the group would
-        # wait for its thread, and that thread may wait for the GIL, to destroy the tensors of the last collective.
-        _groups.append(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-        failure.register()
-
-    @property
-    def classes(self) -> Classes:
-        """The classes that elastic_co2 uses for an island."""
-        fast, slow = (functools.partial(kind, island=self) for kind in (IslandAllReduce, SlowIslandAllReduce))
-        return Classes(fast, slow, IslandJoining, IslandCO2)
-
-    def share_state(self, state: dict[str, Any] | None) -> dict[str, Any]:
-        """Returns the leader's state, tensors and plain values, on all ranks. Other ranks give None."""
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        flat = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        size = of_all(len(flat))[0]
-        flat = flat if state is not None else torch.empty(size, dtype=torch.uint8, device="cpu")
-        dist.broadcast(flat, src=0)
-        return state or torch.load(io.BytesIO(flat.numpy().tobytes()), map_location="cpu", weights_only=True)
+def share_state(state: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the leader's state, tensors and plain values, on all ranks. Other ranks give None."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    flat = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    size = of_all(len(flat))[0]
+    flat = flat if state is not None else torch.empty(size, dtype=torch.uint8, device="cpu")
+    dist.broadcast(flat, src=0)
+    return state or torch.load(io.BytesIO(flat.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 class IslandAllReduce(ElasticAllReduce):
@@ -81,14 +60,15 @@ class IslandAllReduce(ElasticAllReduce):
 
     Args:
         device: As for ElasticAllReduce.
-        island: The island.
         **options: Other arguments of ElasticAllReduce.
     """
 
-    def __init__(self, device: torch.device, *, island: Island, **options: Any):
+    votes = True
+
+    def __init__(self, device: torch.device, **options: Any):
         super().__init__(device, **options)
-        self.island, self.leads = island, island.rank == 0
-        self.place -= island.rank
+        self.leads = self.members.island_rank == 0
+        self.place -= self.members.island_rank
         self._reports: list[Report | None] | None = None  # of the last new generation, until the ranks share it
         self._repairs = False  # whether the reduction in flight also sends the first worker's state
         self._votes = Votes()
@@ -112,7 +92,7 @@ class IslandAllReduce(ElasticAllReduce):
     def _share_sums(self) -> None:
         """Gives all ranks the leader's sums."""
         state = self.owner.state.shared() if self.share(repairs=self._repairs)["repairs"] else []
-        for flat in [*self._flats, *state]:
+        for flat in filter(len, [*self._reducer.live, *state]):
             dist.broadcast(flat.view(torch.uint8), src=0)
 
     def sum_of_all(self, values: Tensor) -> Tensor:
@@ -147,61 +127,50 @@ class IslandAllReduce(ElasticAllReduce):
             hook.asked |= {name for each in all_told for name in each["asked"] if name in hook.scalars}
         if not self.leads:
             m.generation, m.names, m.planned = leader["members"]
-            self.rank = m.rank * self.island.size + self.island.rank
+            self.rank = m.rank * m.island + m.island_rank
             self.world_size, owner.reducer.scale = leader["workers"]
             self.generation = leader["changes"]
         if leader["reports"] is not None:
-            self.on_change(leader["reports"])
+            self.script.on_change(leader["reports"])
         return leader
-
-    def count(self, number: int) -> None:
-        if self.leads:
-            super().count(number)
 
     def _changed(self, reports: list[Report | None]) -> None:
         """Lets all ranks learn of a new generation at once, when they share it."""
         self._reports = reports
 
 
-class SlowIslandAllReduce(SlowAllReduce, IslandAllReduce):
-    """An IslandAllReduce over an emulated link."""
-
-
-class IslandJoining(Joining):
-    """Joins the other workers on the leader, and gives the other ranks the leader's state."""
-
-    def join(self, found: Callable[[], None] = lambda: None) -> bool:
-        allreduce, take = self.allreduce, self.take
-        assert isinstance(allreduce, IslandAllReduce)
-        if allreduce.leads:
-
-            def begin() -> None:
-                allreduce.share(over=False)
-                found()
-                allreduce.island.share_state(self.give())
-
-            def receive(state: dict[str, Any]) -> None:
-                allreduce.share(over=False)
-                allreduce.island.share_state(state)
-                take(state)
-
-            self.take = receive
-            try:
-                return super().join(begin)
-            except Over:
-                allreduce.share(over=True)
-                raise
-        told = allreduce.share()
-        if told["over"]:
-            raise Over
-        take(allreduce.island.share_state(None))
-        if came_later := any(report is not None for report in told["reports"]):
-            self._enter()
-        return came_later
-
-
 class IslandCO2(ElasticCO2):
-    """The class of the method that elastic_co2 returns for an island. Buffers are averaged over its ranks first."""
+    """An ElasticCO2 of an island. Only its leader joins other workers. Its ranks first average their buffers."""
+
+    _kind = IslandAllReduce
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        connect(self.members, self.allreduce.device)
+
+    def _first_state(self, found: Callable[[], None]) -> tuple[bool, dict[str, Any] | None]:
+        """Does what ElasticCO2 does on the leader, and gives the other ranks its state."""
+        allreduce = self.allreduce
+        assert isinstance(allreduce, IslandAllReduce)
+        if not allreduce.leads:
+            if (told := allreduce.share())["over"]:
+                raise Over
+            return told["training"], share_state(None)
+
+        def begin() -> None:
+            allreduce.share(over=False, training=False)
+            found()
+            share_state(self.script.give(self))
+
+        try:
+            training, state = super()._first_state(begin)
+        except Over:
+            allreduce.share(over=True)
+            raise
+        if state is not None:
+            allreduce.share(over=False, training=training)
+            share_state(state)
+        return training, state
 
     def _fill_buffers(self) -> None:
         super()._fill_buffers()
@@ -212,3 +181,8 @@ class IslandCO2(ElasticCO2):
                 dist.all_reduce(bucket.values)
                 bucket.values.div_(size := dist.get_world_size())
                 keep_unchanged(bucket.values, bucket.first, size)
+
+    def close(self) -> None:
+        """Leaves the process groups."""
+        super().close()
+        dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Membership of one worker: how it joins each generation of workers and gets its state.
 
-The coordinator (training/launch.py) holds a store and lists the workers of each generation there. joining.py explains
+The coordinator (launch.py) holds a store and lists the workers of each generation there. joining.py explains
 generations.
 """
 
@@ -12,6 +12,7 @@ import io
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from ..comm import set_timeout
 from ..errors import CollectiveError, UserError, env_number
-from ..groups import WORLD, check_env, new_group
+from ..groups import WORLD, check_env
 from ..guards.failure import ANSWERS_WITHIN, read_line
 from .etcd import ANSWER_WITHIN, EtcdStore
 from .sealed import SECRET, SealedStore
@@ -38,8 +39,8 @@ BEAT = 2.0  # seconds between a worker's signs of life
 SENT, SUMMED, AGREED = range(3)  # phases of a sum over the workers
 
 
-class Over(Exception):
-    """The run ended before this worker could join it."""
+class Over(SystemExit):
+    """The run ended before this worker could join it. The process ends with status 0."""
 
 
 class WorkersChanged(Exception):
@@ -82,6 +83,8 @@ class WatchedStore(Store):
 class Members:
     """This worker's generation, and how it enters the next one.
 
+    The environment's CO2_ISLAND and LOCAL_RANK give the number of ranks of this worker, and this rank's place there.
+
     Args:
         store: The store that the coordinator holds.
         name: This worker's name, which is never used again.
@@ -89,12 +92,12 @@ class Members:
         timeout: Seconds until a silent worker is left out.
 
     Attributes:
+        island: Number of ranks of this worker. If it has several, the default group connects them (island.py).
+        island_rank: This rank's place among them.
         generation: Number of the generation, 0 before the first.
         names: Names of its workers, by rank.
         planned: Whether all workers came to this generation as agreed.
-        script_group: Process group for the training script's sums. It is the default group, unless island is above 1.
-        group: Process group for the reductions. Both use gloo.
-        island: Number of ranks of this worker. If it has several, the default group connects them (island.py).
+        group: Process group of its workers, over gloo. It is the default group, unless island is above 1.
     """
 
     def __init__(self, store: Any, name: str, *, address: str = "127.0.0.1", timeout: float = 600.0):
@@ -104,9 +107,9 @@ class Members:
         self.generation = 0
         self.names: list[str] = []
         self.planned = False
-        self.script_group: dist.ProcessGroup | None = None
         self.group: dist.ProcessGroup | None = None
-        self.island = 1
+        self.island = env_number("CO2_ISLAND", 1, least=1)
+        self.island_rank = env_number("LOCAL_RANK", 0) % self.island
         self._form_within = FORM_WITHIN[0]
         self.store.set("patience", str(timeout))
         threading.Thread(target=self._beat).start()
@@ -115,7 +118,8 @@ class Members:
     def from_env(cls, timeout: float = 600.0) -> Members:
         """Connects to the store of the launcher that has started this process, or raises UserError."""
         if "CO2_WORKER" not in os.environ:
-            raise UserError("elastic workers are started, and started again, by python -m training.launch: use it")
+            launcher = f"python -m {__package__}.launch"
+            raise UserError(f"elastic workers are started, and started again, by {launcher}: use it")
         check_env()
         url, own, why = os.environ.get("CO2_STORE"), list[str](), ""
         host, port = os.environ.get("MASTER_ADDR", ""), env_number("MASTER_PORT", 29500)
@@ -135,7 +139,8 @@ class Members:
         if not own:
             raise UserError(f"no store answers at {url or f'{host}:{port}'} ({why}): start its launcher first")
         address = next((one for one in own if not one.startswith("127.")), own[0])
-        return cls(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
+        leads = env_number("LOCAL_RANK", 0) % env_number("CO2_ISLAND", 1, least=1) == 0
+        return (cls if leads else Follower)(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
 
     @property
     def _rank_name(self) -> str:
@@ -175,6 +180,7 @@ class Members:
             while True:  # until a generation is listed; a worker without state waits for one that lists itself
                 while not self._is_set(f"generation/{self.generation + 1}"):
                     if may_wait and self._is_set("over"):
+                        print(f"worker {self.name}: the run has ended before it could join", file=sys.stderr)
                         raise Over
                     time.sleep(0.01)
                 self.generation += 1
@@ -190,24 +196,24 @@ class Members:
                 return self._form(report)
 
     def leave(self, busy: Callable[[], bool] = lambda: False) -> None:
-        """Leaves the generation's process groups, so that workers that wait for this one see a broken group.
+        """Leaves the generation's process group, so that workers that wait for this one see a broken group.
 
         Args:
-            busy: Whether a collective of these groups has not ended. Then they are closed in the background after it,
+            busy: Whether a collective of this group has not ended. Then it is closed in the background after that,
                 because closing waits for it.
         """
-        # gloo closes the connections once nothing refers to the groups
-        groups, self.group, self.script_group = [self.group, self.script_group], None, None
+        # gloo closes the connections once nothing refers to the group
+        held, self.group = [self.group], None
         if self.island > 1:
-            for group in filter(None, groups):
-                dist.destroy_process_group(group)
+            if held[0] is not None:
+                dist.destroy_process_group(held[0])
         elif dist.is_initialized():
             dist.destroy_process_group()
 
         def close() -> None:
             while busy():
                 time.sleep(0.1)
-            groups.clear()
+            held.clear()
 
         if busy():
             threading.Thread(target=close, daemon=True).start()
@@ -293,25 +299,23 @@ class Members:
         try:
             within = timedelta(seconds=seconds)
             if self.island > 1:
-                self.script_group = self._connect("sums", within)
-                self.group = self._connect("reductions", within)
+                self.group = self._connect(within)
             else:
                 # torch names a group's keys by this count, which also counts this process's groups that did not connect
                 WORLD.group_count = 0
                 dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=within)
-                self.script_group = dist.group.WORLD
-                self.group = new_group(None, seconds, torch.device("cpu"), "gloo")
+                self.group = dist.group.WORLD
         finally:
             took = min(time.monotonic() - store.waited_at, seconds)
             self._form_within = min(max(FORM_WITHIN[0], 2 * took), FORM_WITHIN[1])
-        for group in (self.script_group, self.group):
-            set_timeout(group, self.timeout)  # pyright: ignore[reportArgumentType]  # both are there
+        assert self.group is not None
+        set_timeout(self.group, self.timeout)
         return reports
 
-    def _connect(self, what: str, within: timedelta) -> dist.ProcessGroup:
+    def _connect(self, within: timedelta) -> dist.ProcessGroup:
         """Returns a new process group of the generation's workers, which are not of the default group."""
         c10d: Any = dist.distributed_c10d
-        name = f"{what} of generation {self.generation}"
+        name = f"generation {self.generation}"
         made, _ = c10d._new_process_group_helper(self.size, self.rank, [], "gloo", self._connects, name, timeout=within)
         # torch wants a number for each member among the default group's: this rank's is 0, and no other one has any
         numbers = [0 if rank == self.rank else self.island + rank for rank in range(self.size)]
@@ -340,9 +344,6 @@ class Follower(Members):
         pass
 
     def left(self) -> bool:
-        return False
-
-    def wanted(self) -> bool:
         return False
 
 

@@ -12,20 +12,33 @@ A newcomer's residuals are zero. The residuals of a lost worker are lost: less t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
+import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import Bucket, Part, Scalars, copy
-from ..comm import AsyncAllReduce, Reducer
+from ..buckets import Bucket, BucketShare, Part, Scalars, copy
+from ..comm import Reducer, Stage, sum_flats
 from ..compression.formats import NarrowFormat
 from ..compression.quantized import Quantized, nothing_held_back
 from ..config import CompressionConfig
+from ..local_update import OWN_SCALARS
 
 
 class ElasticReducer(Reducer):
-    """Sums copies of the buckets in their own precision."""
+    """Sums copies of the buckets in their own precision.
+
+    Args:
+        buckets: The buckets, or a fragment's parts of them.
+
+    Attributes:
+        copies: What is reduced, one flat copy per bucket. An empty list makes new ones.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket | BucketShare]):
+        super().__init__([], 1, buckets)
+        self.copies: list[Part] = []
 
     def count(self, rank: int, workers: int, counting: int) -> None:  # noqa: ARG002
         """Prepares for the next attempt.
@@ -37,78 +50,94 @@ class ElasticReducer(Reducer):
         """
         self.scale = 1 / counting
 
-    def begin(self, copies: list[Tensor]) -> None:
-        """Begins an attempt to reduce `copies`. The caller then copies the buckets' flat tensors there."""
-        self.flats = copies
+    @property
+    def live(self) -> list[Tensor]:
+        """This worker's part, and later the sums that count: of each bucket the payload, then all else."""
+        return [t for bucket in self._of for t in (bucket.payload, bucket.rest)]
+
+    def begin(self) -> None:
+        """Begins an attempt with copies of what this worker sends."""
+        if [len(part.flat) for part in self.copies] != [len(b.payload) + len(b.rest) for b in self._of]:
+            self.copies = []
+            for b in self._of:
+                flat, ends = b.flat.new_empty(len(b.payload) + len(b.rest)), len(b.payload) + len(b.values)
+                self.copies.append(Part(flat, b.numel, flat[: b.numel], flat[b.numel : ends], flat[ends:]))
+        copy(self._copied, self.live)
 
     def undo(self) -> None:
         """Undoes a failed attempt. The buckets still hold what this worker has sent."""
 
+    def deliver(self) -> None:
+        """Copies the sums to the buckets, because they count."""
+        copy(self.live, self._copied)
 
-class ElasticQuantized(Quantized, ElasticReducer):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Averages copies of the buckets in a narrow format.
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:  # noqa: ARG002
+        for bucket, part in zip(self._of, self.copies, strict=True):
+            if group is not None:
+                yield sum_flats([part.flat] if bucket.is_whole else [part.payload, part.flat[part.numel :]], group)
+
+    @property
+    def _copied(self) -> list[Tensor]:
+        """The copies of `live`."""
+        return [t for part in self.copies for t in (part.payload, part.flat[part.numel :])]
+
+
+class ElasticQuantized(ElasticReducer):
+    """Averages copies of the buckets in a narrow format. Each attempt is a Quantized of its own.
 
     Error feedback costs one copy of the parameters, and 2 / n of a copy for the residual of averages. While the number
     of workers changes, it costs one more copy.
 
     Args:
-        buckets: The method's buckets.
+        buckets: As for ElasticReducer.
         scalars: The scalars that are summed with them.
         compression: The format, and whether to keep residuals.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], scalars: Scalars, compression: CompressionConfig):
-        self._sent, self._sent_scalars, self._compression = buckets, scalars, compression
+    def __init__(self, buckets: Sequence[Bucket | BucketShare], scalars: Scalars, compression: CompressionConfig):
+        super().__init__(buckets)
+        self.kind, self._scalars = compression.format, scalars
+        self._format: NarrowFormat = cast(NarrowFormat, compression.format)
+        self._rank, self._workers = 0, 1
+        self.state = nothing_held_back(buckets, 1) if compression.error_feedback else {}
         self._means_before: list[Tensor] = []
-        self._make(0, 1)
-
-    def _make(self, rank: int, workers: int, memory: tuple[list[Tensor], list[Tensor]] | None = None) -> None:
-        kind, feeds_back = cast(NarrowFormat, self._compression.format), self._compression.error_feedback
-        super().__init__(self._sent, self._sent_scalars, rank, workers, kind, feeds_back, memory)
-        self._own, self._means = self.state.values() if self.state else ([], [])
 
     def count(self, rank: int, workers: int, counting: int) -> None:
-        if (rank, workers) != (self.rank, self.world_size):
-            memory = None
-            if self.state:
-                own, means = nothing_held_back(self._sent, workers).values()
-                memory = own, means
-                for bucket, chunk, before, mean, new in zip(
-                    self._sent, self.chunks, self._own, self._means, own, strict=True
-                ):
-                    part = before[: bucket.numel][self.rank * chunk :][:chunk]
-                    part.add_(mean[: len(part)], alpha=counting)  # the average divides by as many
-                    new[: bucket.numel].copy_(before[: bucket.numel])
-            self._make(rank, workers, memory)
+        if self.state and (rank, workers) != (self._rank, self._workers):
+            before, self.state = self.state, nothing_held_back(self._of, workers)
+            for bucket, own, mean, new, _ in zip(self._of, *before.values(), *self.state.values(), strict=True):
+                part = own[: bucket.numel][self._rank * len(mean) :][: len(mean)]
+                part.add_(mean[: len(part)], alpha=counting)  # the average divides by as many
+                new[: bucket.numel].copy_(own[: bucket.numel])
+        self._rank, self._workers = rank, workers
         self.scale = workers / counting  # the average is over all workers
 
-    def begin(self, copies: list[Tensor]) -> None:
-        moved = self._moved()
-        for bucket, own in zip(self._sent, self._own, strict=False):
-            bucket.payload.addcmul_(own[: bucket.numel], moved.to(own.dtype))
-            own.masked_fill_(moved, 0)
-        self._means_before = [mean.clone() for mean in self._means]
-        self.buckets = []
-        for b, flat in zip(self._sent, copies, strict=True):
-            self.buckets.append(Part(flat, b.numel, flat[: b.numel], flat[b.start : b.end], flat[b.end :]))
-        self.scalars = Scalars(self._sent_scalars.sizes)
-        self.scalars.attach(self.buckets[0].scalars)
+    def begin(self) -> None:
+        moved, (own, means) = self._moved(), self._residuals()
+        for bucket, residual in zip(self._of, own, strict=False):
+            bucket.payload.addcmul_(residual[: bucket.numel], moved.to(residual.dtype))
+            residual.masked_fill_(moved, 0)
+        self._means_before = [mean.clone() for mean in means]
+        super().begin()
+        (scalars := Scalars(OWN_SCALARS)).attach(self.copies[0].scalars[: len(OWN_SCALARS)])
+        memory = (own, means) if own else None
+        workers = self._rank, self._workers
+        self.attempt = Quantized(self.copies, scalars, *workers, self._format, bool(own), memory)
 
     def undo(self) -> None:
-        moved = self._moved()  # without movement the payload is zero, so the own residual has stayed
-        for own in self._own:
-            own.masked_fill_(moved, 0)
-        copy(self._means, self._means_before)
+        moved, (own, means) = self._moved(), self._residuals()
+        for residual in own:  # without movement the payload is zero, so the own residual has stayed
+            residual.masked_fill_(moved, 0)
+        copy(means, self._means_before)
+
+    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
+        yield from self.attempt.stages(group, number)
+
+    def _residuals(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This worker's own residuals, and its residuals of averages, one per bucket. No tensors without feedback."""
+        own, means = self.state.values() or ([], [])
+        return own, means
 
     def _moved(self) -> Tensor:
         """Returns whether this worker had moved when it sent, 0-d bool."""
-        return self._sent_scalars["steps"] * self._sent_scalars["weight"] != 0
-
-
-def make_reducer(
-    compression: CompressionConfig, buckets: Sequence[Bucket], scalars: Scalars, allreduce: AsyncAllReduce
-) -> ElasticReducer:
-    """Makes the reducer of an elastic method."""
-    if compression.format == "float32":
-        return ElasticReducer([b.flat for b in buckets], allreduce.world_size, buckets)
-    return ElasticQuantized(buckets, scalars, compression)
+        return self._scalars["steps"] * self._scalars["weight"] != 0

@@ -65,6 +65,6 @@ class SlowAllReduce(AsyncAllReduce):
             time.sleep(max(0.0, crossed_at - time.perf_counter()))
 
 
-def allreduce_over(link: Link | None) -> Callable[..., AsyncAllReduce]:
-    """Returns a constructor of AsyncAllReduce, over an emulated link if one is given."""
-    return functools.partial(SlowAllReduce, link=link) if link else AsyncAllReduce
+def allreduce_over(link: Link | None, kind: type[AsyncAllReduce] = AsyncAllReduce) -> Callable[..., AsyncAllReduce]:
+    """Returns a constructor of AsyncAllReduce or of a derived class, over an emulated link if one is given."""
+    return functools.partial(type("SlowAllReduce", (SlowAllReduce, kind), {}), link=link) if link else kind

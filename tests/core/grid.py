@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from bench.chaos.crew import Crew
 from core import CO2, CO2Config, CompressionConfig, UserError, node_mesh, testing
-from core.elastic.island import Island
-from core.elastic.joining import check_elastic, elastic_co2
+from core.elastic import elastic_co2
+from core.elastic.joining import check_elastic
 from core.elastic.members import Members
 from core.errors import env_number
 from core.testing import run_distributed
@@ -229,20 +229,14 @@ def elastic_rank(folder: str, placement: str, name: str) -> None:
     """One rank of elastic workers that neither come nor go."""
     torch.set_num_threads(1)
     how, setting, rank = PLACEMENTS[placement], SETTINGS[name], env_number("RANK", 0)
-    island = Island(PER_NODE, TIMEOUT) if "mesh" in how else None
-    members = island.members if island else Members.from_env(TIMEOUT)
     params, place = parameters({}, None)
-    options = {"members": members, "timeout": TIMEOUT, "schedule": setting.schedule}
-    co2, joining = elastic_co2(params, setting.config, classes=island.classes if island else None, **options)
-    if island:
-        island.connect(torch.device("cpu"))
-    joining.join()
+    options = {"members": Members.from_env(TIMEOUT), "timeout": TIMEOUT, "schedule": setting.schedule}
+    co2 = elastic_co2(params, setting.config, **options)
+    co2.join()
     trained = train(co2, params, place, ranks_of(how, rank), setting)
     seen = [x.tolist() for x in trained.rounds], trained.taus, place.tolist()
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
-    joining.allreduce.sum_of_all(torch.zeros(1))  # nobody leaves while others need it
-    members.end()
-    co2.close()
+    co2.end()
 
 
 def main() -> None:

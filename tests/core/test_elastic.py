@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -11,25 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from bench.chaos.crew import Crew
 from core import CO2, CO2Config, CompressionConfig, testing
-from core.elastic.allreduce import ElasticAllReduce
-from core.elastic.joining import elastic_co2
-from core.elastic.members import Members, Over
+from core.elastic import ElasticLoop, elastic_co2
+from core.elastic.allreduce import ElasticAllReduce, Script
+from core.elastic.members import Members
 from core.tau import NUMBERS, AdaptiveTau, TauTuner
 from tests import problems
 from tests.problems import flat, sgd_step
 
 TIMEOUT = 20.0
 STEPS, WAITS_AT = 24, 15
-
-
-def members() -> Members:
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
-    return Members(store, os.environ["CO2_WORKER"], timeout=TIMEOUT)
 
 
 def die() -> None:
@@ -49,10 +44,7 @@ def train(folder, settings, deaths, comes="", pace=0.0, steps=STEPS, waits_at=WA
         while not Path(folder, "reached").exists():
             time.sleep(0.01)
         Path(folder, "came").touch()
-    try:
-        worker.joined = worker.joining.join(lambda: worker.begin(Path(folder, "start.pt")))
-    except Over:
-        return
+    worker.joined = worker.method.join(lambda: worker.begin(Path(folder, "start.pt")))
     while worker.step < steps:
         time.sleep(pace)
         while comes and worker.step == waits_at and not Path(folder, "came").exists():
@@ -60,13 +52,11 @@ def train(folder, settings, deaths, comes="", pace=0.0, steps=STEPS, waits_at=WA
             time.sleep(0.05)
         worker.take_step(where, when)
         if where == "saved" and worker.method.local_steps == 0 and worker.method.rounds == when:
-            torch.save(worker.state(), Path(folder, "saved.pt"))
+            torch.save(worker.give(worker.method), Path(folder, "saved.pt"))
     worker.method.finish()
-    Path(folder, f"{worker.name}.tmp").write_text(json.dumps(worker.end()))
+    Path(folder, f"{worker.name}.tmp").write_text(json.dumps(worker.found()))
     Path(folder, f"{worker.name}.tmp").rename(Path(folder, f"{worker.name}.json"))
-    worker.allreduce.sum_of_all(torch.zeros(1))
-    worker.allreduce.members.end()
-    worker.method.close()
+    worker.method.end()
 
 
 def state_of(method: CO2, params: list[nn.Parameter], step: int) -> dict[str, Any]:
@@ -82,7 +72,7 @@ def restore(state: dict[str, Any], method: CO2, params: list[nn.Parameter]) -> i
     return state["step"]
 
 
-class Worker:
+class Worker(Script):
     """What one worker trains, and what it saw of its rounds."""
 
     def __init__(self, settings: dict[str, Any]):
@@ -91,27 +81,38 @@ class Worker:
         self.params = problems.odd_parameters()
         taus = settings.pop("taus", [])  # of the first rounds
         schedule = (lambda number: {"tau": taus[min(number, len(taus) - 1)]}) if taus else None
-        self.method, self.joining = method, joining = elastic_co2(
-            self.params, CO2Config(**settings), members=members(), timeout=TIMEOUT, schedule=schedule
-        )
-        joining.give, joining.take = self.state, self.restore
-        self.allreduce = flight = joining.allreduce
-        flight.tell = lambda: {"step": self.step}
-        flight.on_change = lambda reports: self.sizes.append([self.step, flight.members.names])
+        self.members, config = Members.from_env(TIMEOUT), CO2Config(**settings)
+        options: Any = {"members": self.members, "script": self, "timeout": TIMEOUT, "schedule": schedule}
+        self.method = method = elastic_co2(self.params, config, **options)
+        self.allreduce = method.allreduce
         self._wait, method._wait_allreduce = method._wait_allreduce, self._waited  # pyright: ignore[reportAttributeAccessIssue]
         self.sizes: list[Any] = []
         self.counted: dict[int, int] = {}  # round -> workers; so on
         self.excluded: dict[int, int] = {}
         self.closed: dict[int, int] = {}  # its step
-        self.taus: dict[int, int] = {}  # tau of the next round
+        self.taus: dict[int, Any] = {}  # tau and fragments of the next round
         if settings.get("tau") == "auto":
             say_times(method.hook(AdaptiveTau).tuner, self.rank)
         self.trace: dict[int, Any] = {}  # the outer iterate
+
+    def give(self, method: Any) -> dict[str, Any]:
+        return state_of(method, self.params, self.step)
+
+    def take(self, method: Any, state: dict[str, Any]) -> None:
+        self.step = restore(state, method, self.params)
+
+    def tell(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def on_change(self, reports: Any) -> None:
+        self.sizes.append([self.step, self.members.names])
 
     def take_step(self, where: str, when: int) -> None:
         """One local step; in phase `where`, at step or round `when`, it dies or becomes not a number."""
         step, self.step = self.step, self.step + 1
         sgd_step(self.params, self.rank, step)
+        if where == "slow" and step < when:
+            time.sleep(0.6)
         if where == "local" and step == when:
             die()
         if where == "stops" and step == when:
@@ -121,11 +122,11 @@ class Worker:
         if self.method.step():
             self.trace[self.method.rounds] = flat(self.method.state["outer_iterate"]).tolist()
             self.closed[self.method.rounds] = self.step
-            self.taus[self.method.rounds] = self.method.tau
+            self.taus[self.method.rounds] = self.method.tau, len(self.method.fragments)
             if where == "boundary" and self.method.rounds == when:
                 die()
 
-    def end(self) -> dict[str, Any]:
+    def found(self) -> dict[str, Any]:
         """What is written at the end, as JSON holds it."""
         kept = ("name", "joined", "trace", "closed", "taus", "sizes", "counted", "excluded")
         return {"x": flat(self.params).tolist()} | {key: getattr(self, key) for key in kept}
@@ -133,13 +134,7 @@ class Worker:
     def begin(self, saved: Path) -> None:
         """The first worker's start: from a checkpoint, where there is one."""
         if saved.exists():
-            self.restore(torch.load(saved))
-
-    def state(self) -> dict[str, Any]:
-        return state_of(self.method, self.params, self.step)
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.step = restore(state, self.method, self.params)
+            self.take(self.method, torch.load(saved))
 
     def _waited(self, *, finished: bool) -> Any:
         result = self._wait(finished=finished)
@@ -202,6 +197,7 @@ def check_equal(ends: dict[str, Any]) -> None:
 PAPER = {"tau": 3}
 KEEP = {"tau": 3, "merge": "keep_local", "gap": "none", "delay": "auto", "outer_momentum": 0.0}
 INT4 = {"compression": CompressionConfig("int4")}
+PARTS = KEEP | {"fragments": 3, "delay": 1}  # all-reduce number 3 n + 1 is of the first part
 LOCAL_SGD = PAPER | INT4 | {"delay": 0, "gap": "none", "clip": None, "outer_momentum": 0.0}
 SLOW = pytest.mark.slow
 DEATHS = [
@@ -211,6 +207,9 @@ DEATHS = [
     ("0.0", "summed", 3, KEEP),
     ("0.0", "step 2", 3, KEEP | INT4 | {"delay": "boundary"}),  # the all-to-all
     ("1.0", "step 4", 4, PAPER | INT4),  # the agreement
+    ("0.0", "step 1", 8, PARTS),  # of the second part
+    ("1.0", "summed", 9, PARTS | INT4),
+    ("1.0", "local", 13, PARTS | {"delay": "auto"}),
     *(pytest.param("1.0", f"step {n}", 3, settings | INT4, marks=SLOW) for n in range(5) for settings in (PAPER, KEEP)),
     *(pytest.param("0.0", f"step {n}", 4, LOCAL_SGD, marks=SLOW) for n in range(5)),
 ]
@@ -218,8 +217,8 @@ DEATHS = [
 
 @pytest.mark.parametrize(
     "settings",
-    [PAPER, KEEP | {"delay": 1}, PAPER | INT4, LOCAL_SGD],
-    ids=["paper", "keep", "paper, int4", "local_sgd, int4"],
+    [PAPER, KEEP | {"delay": 1}, PARTS, PAPER | INT4, LOCAL_SGD, PARTS | INT4],
+    ids=["paper", "keep", "fragments", "paper, int4", "local_sgd, int4", "fragments, int4"],
 )
 def test_without_a_loss_it_is_the_plain_method(tmp_path: Path, settings: dict[str, Any]):
     """Bit for bit, also in the buffers' part."""
@@ -238,10 +237,17 @@ def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str
         assert [len(names) for _, names in end["sizes"]] == [3, 2]
 
 
+def test_a_slow_survivor_is_waited_for(tmp_path: Path):
+    """Worker 1 sends its part again some steps before worker 2 sends its first time."""
+    status, ends = run(tmp_path, 3, PAPER, {"0.0": ("sent", 3), "2.0": ("slow", 12)})
+    assert status == 0 and [[len(names) for _, names in end["sizes"]] for end in ends.values()] == [[3, 2]] * 2
+    check_equal(ends)
+
+
 @pytest.mark.parametrize(
     "settings",
-    [LOCAL_SGD, PAPER | {"taus": [3, 5] * 20}, *(pytest.param(s, marks=SLOW) for s in (PAPER, KEEP | INT4))],
-    ids=["local_sgd, int4", "schedule", "paper", "keep, int4"],
+    [LOCAL_SGD, PAPER | {"taus": [3, 5] * 20}, PARTS, *(pytest.param(s, marks=SLOW) for s in (PAPER, PARTS | INT4))],
+    ids=["local_sgd, int4", "schedule", "fragments", "paper", "fragments, int4"],
 )
 def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     """Under a schedule the newcomer knows of what tau the round was that it joins, and of what the next one is."""
@@ -251,7 +257,7 @@ def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     check_equal(ends)
 
 
-@pytest.mark.parametrize("settings", [PAPER, KEEP], ids=["paper", "keep"])
+@pytest.mark.parametrize("settings", [PAPER, KEEP | {"fragments": "auto"}], ids=["paper", "fragments"])
 def test_all_choose_the_same_tau_from_the_times_of_those_who_are_there(tmp_path: Path, settings: dict[str, Any]):
     """Worker 0's all-reduces are the shortest, which count: without it, the others need more steps."""
     deaths = {"0.0": ("local", 10)}
@@ -259,9 +265,11 @@ def test_all_choose_the_same_tau_from_the_times_of_those_who_are_there(tmp_path:
     status, ends = run(tmp_path, 3, auto, deaths, restarts=1, comes="0.1", pace=0.02, steps=170, waits_at=60)
     assert status == 0 and set(ends) == {"0.1", "1.0", "2.0"} and ends["0.1"]["joined"]
     check_equal(ends)
-    calibrated, few, many, again = [tau for tau, _ in itertools.groupby(ends["1.0"]["taus"].values())]
+    calibrated, few, many, again = [tau for (tau, _), _ in itertools.groupby(ends["1.0"]["taus"].values())]
     assert calibrated == 2 < few == again < many
-    assert {few, many} <= {*ends["0.1"]["taus"].values()}, "it decides with the others, not from times of its own"
+    assert {few, many} <= {tau for tau, _ in ends["0.1"]["taus"].values()}, "it decides with the others"
+    parts = {count for _, count in ends["1.0"]["taus"].values()}
+    assert parts == ({1, 2, 3} if "fragments" in settings else {1})
 
 
 def train_plainly(rank, world_size, settings, saved, saves_at=0) -> tuple[list[float], Any]:
@@ -286,6 +294,31 @@ def test_an_elastic_checkpoint_goes_on_plainly(tmp_path: Path, started: int):
     check_equal(ends)
     ours = testing.run_distributed(train_plainly, 2, PAPER, tmp_path / "saved.pt")
     assert [x for x, _ in ours] == [ends["0.0"]["x"]] * 2
+
+
+def loop_from(folder: str, start: str) -> None:
+    """One worker of an own script. The first worker writes the state of the run in its midst."""
+    params = nn.ParameterList(problems.odd_parameters())
+    optimizer = torch.optim.SGD(params, 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    more = {"others": {"schedule": schedule}, "first_state": torch.load(start) if start else None}
+    loop = ElasticLoop(params, optimizer, CO2Config(**PAPER), steps=STEPS, timeout=TIMEOUT, **more)
+    for step in loop:
+        if step == 9 and loop.place == 0:
+            torch.save(loop.state_dict(), Path(folder, "state"))
+        for p in params:
+            p.grad = torch.full_like(p, math.sin(3 * step + loop.place))
+        optimizer.step(), schedule.step()
+    torch.save([step, flat(params)], Path(folder, loop.members.name))
+
+
+def test_a_loop_goes_on_from_a_state(tmp_path: Path):
+    found = []
+    for folder, start in ((tmp_path / "whole", ""), (tmp_path / "again", str(tmp_path / "whole/state"))):
+        folder.mkdir()
+        assert Crew(testing._context(), loop_from, (str(folder), start), 2).run() == 0
+        found += [torch.load(folder / name) for name in ("0.0", "1.0")]
+    assert all(step == STEPS - 1 and torch.equal(x, found[0][1]) for step, x in found)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -386,7 +419,7 @@ def test_one_death_is_one_death(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "settings"), [(1, PAPER), (4, KEEP | INT4)], ids=["paper", "keep, int4"])
+@pytest.mark.parametrize(("seed", "settings"), [(1, PAPER), (4, PARTS | INT4)], ids=["paper", "fragments, int4"])
 def test_a_storm(tmp_path: Path, seed: int, settings: dict[str, Any]):
     """Four workers, one or two of which are killed every few seconds, at any moment, and come back."""
     rng = random.Random(seed)

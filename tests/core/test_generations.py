@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from core.elastic import launch
 from core.elastic import members as members_module
 from core.elastic.members import AGREED, SENT, SUMMED, Members, Over, agreed
 from core.elastic.sealed import DIGEST, SECRET
-from training import launch
 
 TIMEOUT, ROUNDS = 10.0, 2
 Event = tuple[Any, ...]
@@ -209,7 +209,7 @@ class World:
         dist.PrefixStore = lambda _, store: store
         fakes = {"time": time, "dist": dist, "PrefixStore": dist.PrefixStore, "print": lambda *_, **__: None}
         fakes["WORLD"] = Groups(self)
-        fakes |= {name: lambda *_, **__: "" for name in ("new_group", "set_timeout")}
+        fakes |= {"set_timeout": lambda *_, **__: ""}
         fakes["threading"] = SimpleNamespace(Thread=lambda target: SimpleNamespace(start=target))
         fakes |= {"BEAT": TIMEOUT + 1, "_serve": lambda *_, **__: self.store}
         for name, fake in fakes.items():

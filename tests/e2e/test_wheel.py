@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from core import __version__
+from tests import documented
 
 pytestmark = pytest.mark.slow  # `make test-examples` runs it, and .ci/run that
 
@@ -107,6 +108,12 @@ def test_two_workers_train_with_the_installed_package(python: Path, tmp_path: Pa
     assert ended.returncode == 0, ended.stderr
     first, second = ended.stdout.splitlines()
     assert first == second and first.endswith("co2_training.co2 False")
+
+
+def test_the_installed_package_starts_elastic_workers(python: Path, tmp_path: Path):
+    (tmp_path / "elastic.py").write_text(documented.script("elastic.py").code)
+    said = run(python, "-m", "co2_training.elastic.launch", "--nproc-per-node=2", "elastic.py", cwd=tmp_path)
+    assert said.count("ended at step 200 among 2") == 2
 
 
 def test_a_type_checker_reads_its_types(python: Path, tmp_path: Path):

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from bench.chaos.crew import Crew
 from core import CO2Config, testing
-from core.elastic.joining import elastic_co2
+from core.elastic import elastic_co2
+from core.elastic.allreduce import Script
 from core.elastic.members import Members
 from tests.gpu.problem import DEVICE, RECOMMENDED, move, problem
 
@@ -29,19 +30,20 @@ def comes(folder: str, settings: dict[str, Any], device: str) -> None:
     name, rank = os.environ["CO2_WORKER"], int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
     p, at = problem(device), {"step": 0}
+
+    class Own(Script):
+        def give(self, method: Any) -> dict[str, Any]:
+            return {"method": method.state_dict(), "step": at["step"]}
+
+        def take(self, method: Any, state: dict[str, Any]) -> None:
+            method.load_state_dict(state["method"])
+            at["step"] = state["step"]
+
     members = Members(store, name, timeout=30.0)
-    method, joining = elastic_co2(p.params, CO2Config(**settings), members=members, timeout=30.0)
-    joining.give = lambda: {"method": method.state_dict(), "step": at["step"]}
-
-    def take(state: dict[str, Any]) -> None:
-        method.load_state_dict(state["method"])
-        at["step"] = state["step"]
-
-    joining.take = take
-    joining.allreduce.tell = lambda: {"step": at["step"]}
+    method = elastic_co2(p.params, CO2Config(**settings), members=members, script=Own(), timeout=30.0)
     if name == "2.1":
         Path(folder, "came").touch()
-    joined = joining.join()
+    joined = method.join()
     began, outer = (numbers(of) if joined else [] for of in (p.params, method.state["outer_iterate"]))
     while at["step"] < STEPS:
         while rank < 2 and at["step"] == WAITS_AT and not Path(folder, "came").exists():
@@ -56,9 +58,7 @@ def comes(folder: str, settings: dict[str, Any], device: str) -> None:
     found = {"joined": joined, "began": began, "outer": outer, "end": numbers(p.params)}
     Path(folder, f"{rank}.tmp").write_text(json.dumps(found))
     Path(folder, f"{rank}.tmp").rename(Path(folder, f"{rank}.json"))
-    joining.allreduce.sum_of_all(torch.zeros(1))
-    members.end()
-    method.close()
+    method.end()
 
 
 def numbers(tensors: Iterable[torch.Tensor]) -> list[float]:

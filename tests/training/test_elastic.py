@@ -1,9 +1,10 @@
 """Elastic runs: how samples are dealt, checkpoints of the first worker alone, and whole runs."""
 
+import functools
 import os
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.chaos.crew import Crew, wrap
+from bench.chaos.crew import Crew
 from core import CO2Config, CompressionConfig, UserError, testing
 from core.checkpoint import runs as checkpoint
-from core.elastic.joining import elastic_co2
+from core.elastic import elastic_co2
 from core.elastic.members import Members
 from core.tau import AdaptiveTau
-from tests.runs import Loop, logged, rows, summary
+from tests.runs import logged, rows, summary
+from tests.training.elastic_toy import STEPS, toy
 from training import elastic as elastic
-from training.data.samples import generator, worker_batches
-from training.elastic import Deal, repeated
+from training.data.samples import worker_batches
+from training.elastic import Deal
 from training.folder.rounds import RoundLog
 from training.folder.run_folder import RunFolder
 from training.loop.progress import Progress, TrainState
-from training.loop.run import Run
 from training.optim import OptimConfig, make_schedule
 from training.recipe import Recipe
 from training.start.script import launch
@@ -76,7 +77,7 @@ def test_the_first_worker_alone_saves_what_all_others_get(tmp_path: Path, capsys
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = make_schedule(optimizer, 9, OptimConfig())
     worker.members = Members(dist.HashStore(), "0.0")
-    worker.method, _ = elastic_co2(model.parameters(), CO2Config(tau=3), members=worker.members)
+    worker.method = elastic_co2(model.parameters(), CO2Config(tau=3), members=worker.members)
     worker._trained = TrainState(model, optimizer, schedule, worker.method, "co2", worker.run.snapshots)
     for worker.drawn, bias in enumerate((1.0, 2.0, float("nan"), float("inf"))):
         nn.init.constant_(model.bias, bias)
@@ -85,7 +86,7 @@ def test_the_first_worker_alone_saves_what_all_others_get(tmp_path: Path, capsys
     assert capsys.readouterr().err.count("not finite: no checkpoint is written") == 2
     found = checkpoint.load_newest(worker.folder.checkpoints, rank=0)
     assert found is not None and found[1] == 1
-    worker.restore(found[0])
+    worker.take(worker.method, found[0])
     assert worker.drawn == 1 and model.bias.item() == 2.0
 
 
@@ -94,126 +95,70 @@ def test_its_gpu_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     taken: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.delenv("CO2_WORKER", raising=False)
-    with pytest.raises(UserError, match="training.launch"):
+    with pytest.raises(UserError, match="core.elastic.launch"):
         first_worker(tmp_path, torch.device("cuda:1")).meet()
     assert taken == [torch.device("cuda:1")]
 
 
-def test_the_recommended_settings_go_with_it():
-    """Their compression and fragments are auto. Elastic workers make float32 and 1 of them."""
+def test_the_recommended_settings_go_with_it(monkeypatch: pytest.MonkeyPatch):
+    """Compression auto means float32, and the number of fragments follows from measured times."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
     co2 = replace(CO2Config.recommended(4), tau=6)
     assert co2.compression.format == "auto" and Recipe(elastic=True, co2=co2).co2 == co2
-    method, joining = elastic_co2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
-    assert method.config == replace(co2, compression=CompressionConfig(), fragments=1)
-    assert method.hooks[0] is joining and not any(isinstance(hook, AdaptiveTau) for hook in method.hooks)
+    method = elastic_co2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
+    assert method.config == replace(co2, compression=CompressionConfig())
+    assert method.hook(AdaptiveTau).tuner.cuts and method.hook(AdaptiveTau).tuner.given == 6
 
 
 # -- whole runs -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Toy(Recipe):
-    """Rounds of three steps."""
-
-    co2: CO2Config = CO2Config(tau=3, gap="none", merge="keep_local", outer_momentum=0.0, outlier=20.0)
-    optim: OptimConfig = OptimConfig(momentum=0.0, schedule="constant")
-    batch_size: int = 6
-    log_every: int = 1
-    elastic: bool = True
-    timeout: float = 20.0
+CO2_OF_TOY = CO2Config(tau=3, gap="none", merge="keep_local", outer_momentum=0.0, outlier=20.0)
+LINEAR = {"linear": True, "per_node": 1, "co2": CO2_OF_TOY, "batch_size": 6, "timeout": 20.0}
+LINEAR |= {"optim": OptimConfig(momentum=0.0, schedule="constant")}
+KILL, AFTER = signal.SIGKILL, 13
 
 
-STEPS, EPOCH, SAMPLES = 40, 8, 48
+def crew(folder: Path, harm: Any = None, *, workers: int = 3, comes: bool = False, **more: Any) -> Crew:
+    """Workers that train the toy's linear model."""
+    target = functools.partial(toy, str(folder), True, harm and (*harm, AFTER), comes, **LINEAR | more)
+    return Crew(testing._context(), target, (), workers, int(comes), late=90)
 
 
-def toy(folder: str, where: str, who: str, resume: bool, pace: float) -> None:
-    """A linear model on numbers, evaluated on its weights; dies where the test says."""
-    recipe = Toy(name="toy", out=Path(folder), device="cpu", resume=resume)
-
-    def dies(here: str) -> None:
-        if where == here and os.environ["CO2_WORKER"] in who and run.step > 12:
-            if here == "exit":
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGTERM if here == "signal" else signal.SIGKILL)
-
-    write = checkpoint.publish
-
-    def half(*paths: Any) -> None:
-        dies("checkpoint")
-        write(*paths)
-
-    checkpoint.publish = half
-    # who leads after the first worker is late for the next sum, by more than workers have to connect
-    wrap(RunFolder, "lead", lambda *_: time.sleep(float(os.environ["CO2_WORKER"] != "0.0")))
-
-    def batches(recipe: Toy, rank: int, world_size: int, start: int, total: int) -> Any:
-        place = {"seed": 0, "rank": rank, "world_size": world_size, "start": start, "total": total}
-        for _, _, index in worker_batches(SAMPLES, recipe.batch_size, **place):
-            yield torch.stack([torch.randn(4, generator=generator(i)) for i in index.tolist()])
-
-    @repeated
-    def evaluate() -> float:
-        dies("evaluation")
-        total, count = run.sum(sum(p.sum().item() for p in loop.model.parameters()), 1.0)
-        run.folder.log(run.step, {"mean": total / count})
-        return total / count
-
-    with Run(recipe) as run:
-        loop = Loop(run, nn.Linear(4, 1), STEPS, EPOCH, SAMPLES)
-        for x in run.batches(batches):
-            dies("step")
-            dies("signal")
-            dies("exit")
-            time.sleep(pace)
-            due = loop.step((loop.wrapped(x) - x.sum(1, keepdim=True)).square().mean())
-            if due.evaluation:
-                evaluate()
-            if due.checkpoint:
-                run.save()
-            if due.stop:
-                return run.stop()
-        loop.method.finish()
-        run.end({"mean": evaluate()})
-
-
-def train(
-    folder: Path, where: str = "", who: str = "", resume: bool = False, pace: float = 0.0, workers: int = 3
-) -> Any:
-    crew = Crew(testing._context(), toy, (str(folder), where, who, resume, pace), workers, int(pace > 0), late=90)
-    assert crew.run() == 0 and not crew.timed_out
-    steps = [row["step"] for row in rows(folder) if "train_loss" in row]
+def train(folder: Path, *args: Any, **more: Any) -> Any:
+    assert (run := crew(folder, *args, **more)).run() == 0 and not run.timed_out
+    steps = [row["step"] for row in rows(folder / "run") if "train_loss" in row]
     assert steps == sorted(set(steps)) and len(steps) > STEPS - 9, "no step twice, whoever writes"
-    end = summary(folder)
+    end = summary(folder / "run")
     assert end["steps"] == STEPS and end["rounds"] == STEPS // 3, "of the run, whoever writes"
     assert end["mean"] == pytest.approx(4, abs=0.2)
-    return {"notes": logged(folder, "workers"), "mean": end["mean"]}
+    return {"notes": logged(folder / "run", "workers"), "mean": end["mean"]}
 
 
 SLOW = pytest.mark.slow  # the workers' own tests, in tests/core/test_elastic.py, are like it
 
 
-DEATHS = [("checkpoint", "0.0"), ("evaluation", "0.0")]
-MORE = [pytest.param(*death, marks=SLOW) for death in (("step", "1.0"), ("evaluation", "2.0"))]
-
-
-@pytest.mark.parametrize(("where", "who"), DEATHS + MORE)
-def test_a_run_goes_on_without_a_worker(tmp_path: Path, where: str, who: str):
-    assert train(tmp_path, where, who)["notes"] == [f"2 workers: {who} lost"]
-    assert not list(tmp_path.glob("checkpoints/*.tmp*"))
+@pytest.mark.parametrize(
+    ("where", "lost"),
+    [("checkpoint", 0), ("evaluation", 0), *(pytest.param(*m, marks=SLOW) for m in (("step", 1), ("evaluation", 2)))],
+)
+def test_a_run_goes_on_without_a_worker(tmp_path: Path, where: str, lost: int):
+    assert train(tmp_path, (f"{where} {lost}", KILL))["notes"] == [f"2 workers: {lost}.0 lost"]
+    assert not list(tmp_path.glob("run/checkpoints/*.tmp*"))
 
 
 @pytest.mark.slow
 def test_the_first_worker_comes_back_and_the_run_is_resumed(tmp_path: Path):
-    ended = train(tmp_path, "step", "0.0", pace=0.25)
+    ended = train(tmp_path, ("step 0", KILL), comes=True)
     assert ended["notes"] == ["2 workers: 0.0 lost", "3 workers: 0.1 came"]
     assert train(tmp_path, resume=True)["mean"] == pytest.approx(ended["mean"], abs=1e-6)  # it ends where it was
 
 
 def test_a_worker_that_ends_before_the_run_is_lost_whatever_its_status(tmp_path: Path, capsys: pytest.CaptureFixture):
-    assert train(tmp_path / "one", "exit", "1.0")["notes"] == ["2 workers: 1.0 lost"]
+    assert train(tmp_path / "one", ("step 1", 0))["notes"] == ["2 workers: 1.0 lost"]
     assert capsys.readouterr().err.count("worker 1.0 ended before the run's end") == 1
-    crew = Crew(testing._context(), toy, (str(tmp_path / "all"), "exit", "0.0 1.0", False, 0.0), 2, late=90)
-    assert crew.run() == 1 and "none came to the run's end" in capsys.readouterr().err
+    assert crew(tmp_path / "all", ("step", 0), workers=2).run() == 1
+    assert "none came to the run's end" in capsys.readouterr().err
 
 
 def lingers() -> None:
@@ -225,8 +170,7 @@ def lingers() -> None:
 
 
 def test_a_worker_that_does_not_end_with_the_run_is_ended_and_named(capsys: pytest.CaptureFixture):
-    crew = Crew(testing._context(), lingers, (), 2, late=40)
-    assert crew.run() == 0 and not crew.timed_out
+    assert (run := Crew(testing._context(), lingers, (), 2, late=40)).run() == 0 and not run.timed_out
     assert capsys.readouterr().err == "worker 1.0 did not end in time: ending it\n"
 
 
@@ -241,8 +185,8 @@ def mistaken(of_all: bool) -> None:
 
 @pytest.mark.parametrize("of_all", [True, False])
 def test_a_users_mistake_ends_all_in_one_line(capsys: pytest.CaptureFixture, of_all: bool):
-    crew = Crew(testing._context(), mistaken, (of_all,), 3, restarts=2, late=60)
-    assert crew.run() == 2 and not crew.timed_out and crew.started == [0, 0, 0]
+    run = Crew(testing._context(), mistaken, (of_all,), 3, restarts=2, late=60)
+    assert run.run() == 2 and not run.timed_out and run.started == [0, 0, 0]
     assert set(capsys.readouterr().err.splitlines()) == {"error: batch_size=47: give another"}
 
 
@@ -252,17 +196,16 @@ def killed() -> None:
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_workers_that_are_all_killed_are_told_of(capsys: pytest.CaptureFixture, restarts: int):
-    crew = Crew(testing._context(), killed, (), 3, restarts=restarts, late=60)
-    assert crew.run() == 128 + signal.SIGKILL and not crew.timed_out
+    run = Crew(testing._context(), killed, (), 3, restarts=restarts, late=60)
+    assert run.run() == 128 + signal.SIGKILL and not run.timed_out
     *each, last = capsys.readouterr().err.splitlines()
     again = [f"worker {rank}.0 died (status -9): restarting it" for rank in range(3)] if restarts else []
     assert sorted(each) == sorted([*again, *(f"worker {rank}.{restarts} was killed by signal 9" for rank in range(3))])
-    assert last.startswith("error: no worker is left, and none came to the run's end: --resume continues from")
+    assert last.startswith("error: no worker is left, and none came to the run's end: resume from")
 
 
 def test_a_signal_to_one_worker_saves_and_the_run_is_resumed(tmp_path: Path):
-    crew = Crew(testing._context(), toy, (str(tmp_path), "signal", "1.0", False, 0.0), 3, late=60)
-    assert crew.run() == 0 and not crew.timed_out
-    stopped = summary(tmp_path)
-    assert stopped["stopped_by_signal"] == signal.SIGTERM and 12 < stopped["steps"] < STEPS
+    assert (run := crew(tmp_path, ("step 1", signal.SIGTERM))).run() == 0 and not run.timed_out
+    stopped = summary(tmp_path / "run")
+    assert stopped["stopped_by_signal"] == signal.SIGTERM and AFTER <= stopped["steps"] < STEPS
     train(tmp_path, resume=True, workers=2)

@@ -1,0 +1,140 @@
+"""The elastic launcher: its options, its store, and who belongs to a generation."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from bench.cluster import hold_port
+from core import UserError
+from core.elastic import launch
+from core.elastic.launch import Agent, Coordinator
+from core.elastic.members import Members
+from tests.ports import listening_at
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "the following arguments are required: script, arguments: --help lists the options"),
+        ("--rdzv-id 3 train.py", "unrecognized arguments: "),
+        ("nothing.py", "nothing.py: there is no such file; give a script, or -m and a module"),
+        ("--nproc-per-node 3 --per-node 2 -m a", "per_node=2 does not divide the 3 ranks of a node: "),
+        ("--store a,b,c/run -m a", "--store a,b,c/run: give etcd://HOST,HOST,HOST/RUN"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: str, said: str, capfd: pytest.CaptureFixture[str]):
+    assert launch.main(arguments.split()) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}")
+
+
+def test_an_elastic_worker_without_a_launcher_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    with hold_port() as held:
+        for name, value in {"CO2_WORKER": "0.0", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", str(held.getsockname()[1]))
+        with pytest.raises(UserError, match=r"^no store answers at 127.0.0.1:\d+ \(.*refused\): start"):
+            Members.from_env(timeout=3.0)
+
+
+def nobody(environment: dict[str, str]) -> Any:
+    raise AssertionError("no worker is started")
+
+
+def test_where_the_launchers_store_listens(monkeypatch: pytest.MonkeyPatch):
+    """At its address; everywhere where other nodes take its name for loopback, or it is no address of this machine."""
+    assert listening_at(Agent(nobody, 1)._served.port) == {"127.0.0.1"}
+    assert listening_at(Agent(nobody, 1, nodes=2, host="127.0.1.1")._served.port) & {"::", "0.0.0.0"}
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="a free --master-port"):
+        Agent(nobody, 1, port=taken.getsockname()[1])
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(launch.socket, "create_server", refuse)
+    assert listening_at(Agent(nobody, 1)._served.port) & {"::", "0.0.0.0"}
+
+
+# -- the coordinator ------------------------------------------------------------------------------------------
+
+
+class Table:
+    """A coordinator over a store of this process, and what workers would write there."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.coordinator, self.beat = Coordinator(self.store, 1), 0
+        self.store.set("patience", "1000")
+
+    def look(self, alive: list[str], **keys: str) -> tuple[int, list[str]]:
+        """keys: 'came_1_0.0'="failed" is the key came/1/0.0."""
+        self.beat += 1
+        self.store.set("node/0", json.dumps({"beat": self.beat, "alive": alive}))
+        for key, value in keys.items():
+            self.store.set(key.replace("_", "/"), value)
+        self.coordinator.look()
+        return self.coordinator.generation, self.coordinator.members
+
+    def listed(self, number: int) -> dict[str, Any]:
+        return json.loads(self.store.get(f"generation/{number}"))
+
+
+def test_who_belongs_to_a_generation():
+    table, three = Table(), ["1.0", "0.0", "10.0"]
+    ready = {f"ready_{name}": "" for name in three}
+    assert table.look(three, **dict(list(ready.items())[:2])) == (0, [])  # all that were started are waited for
+    assert table.look(three, **ready) == (1, ["0.0", "1.0", "10.0"]) and not table.store.check(["broken/1"])
+    table.look(["0.0", "10.0", "1.1"], **{"ready_1.1": ""})  # 1.0 has died, and was started again
+    assert table.store.check(["broken/1"]) and table.store.check(["waiting/1"])
+    alive = ["0.0", "10.0", "1.1"]
+    assert table.look(alive, **{"came_1_0.0": "failed"})[0] == 1
+    assert table.look(alive, **{"came_1_10.0": "failed"}) == (2, ["0.0", "10.0"])  # nobody joins in a failure
+    assert not table.listed(2)["planned"]
+    table.look(alive, **{"came_2_0.0": "planned"})
+    assert table.look(alive, **{"came_2_10.0": "planned"}) == (3, ["0.0", "10.0", "1.1"])
+    assert table.listed(3)["planned"]
+    # a newcomer whose fetch has failed waits for the next time
+    table.look(alive, **{"came_3_1.1": "empty", "ready_1.1": ""})
+    assert table.look(alive, **{"came_3_0.0": "failed", "came_3_10.0": "failed"}) == (4, ["0.0", "10.0"])
+    assert table.look(["1.1"]) == (5, ["1.1"])  # all that had state are lost: it founds anew
+
+
+def test_a_silent_worker_is_left_out_after_the_patience():
+    table = Table()
+    table.store.set("patience", "0")
+    table.look(["0.0", "1.0"], **{"ready_0.0": "", "ready_1.0": ""})
+    table.look(["0.0", "1.0"], **{"report_1_0.0": "", "report_1_1.0": "", "came_1_1.0": "failed"})
+    table.look(["0.0", "1.0"])
+    assert table.look(["0.0", "1.0"]) == (2, ["1.0"])
+
+
+def test_a_signal_ends_a_launcher_whose_other_node_never_came(capfd: pytest.CaptureFixture[str]):
+    def sleeper(_: dict[str, str]) -> Any:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    agent = Agent(sleeper, 1, nodes=2)
+    assert agent.coordinator is not None
+    agent.coordinator._tells_at = 0.0
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    assert agent.run() == 128 + signal.SIGTERM
+    assert capfd.readouterr().err == "waiting for the launcher of node 1 (--node-rank 1)\n"
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_launcher_ends_with_its_worker_if_the_other_node_never_came(status: int):
+    """0: a dry run, which takes no part."""
+
+    def ends(_: dict[str, str]) -> Any:
+        return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"])
+
+    assert Agent(ends, 1, nodes=2).run() == status
