@@ -189,7 +189,7 @@ class Resharded:
             own["places"] = 0  # drops numbers that need the same number of ranks
             own.pop("order", None)  # names match the parameters
             if isinstance(self.method, CO2) and self.method.config.fragments == 1:  # auto, where ranks hold stages
-                own.pop("fragments", None)
+                own["fragments"] = [own["fragments"][own.get("at", 0)]]  # the one in flight
         for key, flats in self._flats(own):
             for i, bucket in enumerate(self._buckets):
                 pieces = [outer[f"co2.{key}.{self._wholes[id(p)][0]}"] for p in bucket.params]
