@@ -268,7 +268,7 @@ class CO2Config:
 
     @property
     def is_a_round_late(self) -> bool:
-        """Whether an average is merged one boundary after its all-reduce started, in the paper's order."""
+        """Whether an average is merged one boundary after its all-reduce started."""
         return self.delay == "boundary" or (self.delay != "auto" and self.delay == self.tau)
 
     @property

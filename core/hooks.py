@@ -154,8 +154,10 @@ class Hook:
     """Base class for code that runs with every all-reduce of a method. Override what you need.
 
     A round calls the methods in the order of their definition, except that `after_allreduce` and
-    `on_reduced_scalars` belong to the all-reduce that started a round earlier, where it is hidden. A hook that must be
-    in a checkpoint has a `name`, and overrides `state_dict()` and `load_state_dict()`. Checkpoints copy its tensors to
+    `on_reduced_scalars` belong to the all-reduce that started a round earlier, where it is hidden. With merge on
+    arrival, they follow later, before `after_param_update`. With fragments, `after_allreduce` and
+    `after_param_update` are called for each fragment, and `before_allreduce` for the first. A hook that must be in a
+    checkpoint has a `name`, and overrides `state_dict()` and `load_state_dict()`. Checkpoints copy its tensors to
     the host.
 
     Attributes:
@@ -189,7 +191,8 @@ class Hook:
         """An all-reduce is about to start. Writes this hook's scalars.
 
         Returns:
-            0-d bool: whether to exclude this worker from the average. None means no.
+            0-d bool: whether to exclude this worker from the average, with fragments only from the first one's. The
+            ranks of a node must return the same. None means no.
         """
 
     def on_excluded(self, where: Tensor) -> None:
@@ -202,7 +205,9 @@ class Hook:
         """Receives the sums over all workers on the host. On a GPU they belong to the previous all-reduce."""
 
     def on_round_end(self) -> None:
-        """The round is over, and the next all-reduce has started. Decisions take effect on all workers at once."""
+        """The round is over, and the next all-reduce has started, if any follows. Decisions take effect on all workers
+        at once.
+        """
 
     def after_param_update(self, *, at_boundary: bool) -> None:
         """The method has written the parameters."""

@@ -76,7 +76,7 @@ class Loop:
 
     def sync_for_eval(self) -> bool:
         """Waits, at a boundary, for the all-reduce in flight if the workers differ until it arrives. Every worker must
-        call it. It starts no all-reduce, so buffers such as BatchNorm's statistics stay each worker's own until the
+        call it. It sends no buffers, so those such as BatchNorm's statistics stay each worker's own until the
         first average has arrived.
 
         Returns:
@@ -113,10 +113,10 @@ class Loop:
 
 
 class ReduceResult(NamedTuple):
-    """The result of an all-reduce. Both are False outside of finish().
+    """The result of an all-reduce. Both are False outside of finish() and step(last=True).
 
     Attributes:
-        is_last: Whether every worker started it from finish(), so that no round follows.
+        is_last: Whether every worker started it from one of the two, so that no round follows.
         is_empty: Whether also no worker had taken a step, so that it must change nothing.
     """
 
@@ -333,10 +333,10 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         """Ends the round, with `_wait_allreduce` and `_start_allreduce` in the method's order.
 
         Args:
-            finished: Whether this worker is in finish().
+            finished: Whether this worker is in finish() or step(last=True).
 
         Returns:
-            True once an all-reduce has arrived that every worker started from finish().
+            True once an all-reduce has arrived that every worker started from one of the two.
         """
 
     def _mid_round(self) -> None:  # noqa: B027
@@ -366,7 +366,9 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     # -- a method calls these ----------------------------------------------------------------------------------
 
     def _start_allreduce(self, *, finished: bool) -> None:
-        """Starts the all-reduce of the payloads, the buffers' values and the scalars, and returns at once."""
+        """Starts the all-reduce of the payloads, the buffers' values and the scalars, and returns at once. This ends
+        the round: the local steps count from 0.
+        """
         self._fill_buffers()
         self._launch(self._before_allreduce, self.local_steps, finished=finished)
         self.rounds, self.local_steps = self.rounds + 1, 0

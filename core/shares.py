@@ -99,7 +99,7 @@ class Fragment:
         lag: Local steps from the start of its last all-reduce to the last boundary; negative if it has started since.
         last_alpha: outer_lr of its last outer step; 0 if the last boundary took none.
         momentum_norm: The norm of its m, 0-d float64.
-        numbers: On a node in place of the last two, see Share. [5] float64.
+        numbers: On a node in place of last_alpha and momentum_norm, see Share. [5] float64.
         spoilt: On a node in the paper's order, whether this rank's last difference was not finite, 0-d bool.
     """
 
@@ -575,7 +575,8 @@ class Share:
     def resliced(self) -> None:
         """Adapts a state that ranks with other shares have saved, in which fragments had other elements.
 
-        Every fragment's sums of squares are counted. The change in flight is merged in all fragments: see above.
+        Every fragment's sums of squares are counted. The change in flight is merged in all fragments, because
+        `without_merged` has zeroed the rest.
         """
         method = self.method
         for i, s in enumerate(self._slices):
