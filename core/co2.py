@@ -67,7 +67,7 @@ from .buckets import all_finite, is_dtensor, local_shard, tensors_of, unique
 from .comm import Reducer, all_reduce
 from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
 from .errors import UserError
-from .groups import Holders, groups_of, refuse_fsdp, refuse_shards
+from .groups import Holders, groups_of, of_all, refuse_fsdp, refuse_shards
 from .guards.workers import OutlierFilter
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
@@ -269,11 +269,30 @@ class CO2(LocalUpdateMethod, SharedMethod):
             return
         if self.allreduce.in_flight and self.config.delay == "auto":
             return  # it starts later
+        self._start_next()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _start_next(self) -> None:
+        """Merges the fragment in flight, if any, and starts the next one."""
         with self.clock.early_merge(self.late if self.allreduce.in_flight else 0):
             if self.allreduce.in_flight:
                 self._merge()
                 self._params_updated(at_boundary=False)
-            self._start_fragment(following)
+            self._start_fragment(self.fragment + 1)
+
+    def _come_even(self) -> None:
+        """Starts the fragments that another worker has started in this round. In mid-round, every worker must call it.
+
+        With delay "auto" a worker may be a fragment ahead. Its all-reduce would otherwise wait for the other workers,
+        and they for that worker.
+        """
+        if not self.is_cut or self.config.delay != "auto" or self.at_boundary or self.allreduce.is_elastic:
+            return  # all workers have started the same
+        self.allreduce.check_alive()
+        ahead = max(of_all(self.fragment, self.allreduce.of_workers))
+        while self.fragment < ahead:
+            self._start_next()
 
     def _merge(self, *, finished: bool = False) -> ReduceResult:
         """Steps 2 and 4 to 7, then the merge."""
@@ -424,6 +443,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
             takes_difference: Whether the pass also writes step 3's difference to the payload.
         """
         c, stats, fragment = self.config, self.clock.stats, self._now
+        if not fragment.outer_steps:
+            return  # there are more fragments than elements
         numel, last_alpha = fragment.numel, fragment.last_alpha
         if arrived:
             # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
@@ -470,12 +491,14 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     def resync(self) -> None:
         """See LocalUpdateMethod."""
+        self._come_even()
         if self.share is not None:
             self.allreduce.restore(self.allreduce.launched, in_flight=False)  # the background uses the same group
             self.node.agree(("resync",))
         super().resync()
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
+        self._come_even()
         if self.share is not None:
             self.allreduce.drain()
             self.share.drain()

@@ -132,10 +132,12 @@ class AsyncAllReduce:
         votes: Whether the ranks of a worker vote on an arrival, which takes a local step.
         generation: Rises whenever workers have left or joined.
         timed_groups: Groups whose timeout follows the intervals between launches.
+        of_workers: The group that was given, which no all-reduce uses. None means all processes.
     """
 
     launches = generation = 0
     is_elastic = votes = False
+    of_workers: dist.ProcessGroup | None = None
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class AsyncAllReduce:
         failures: Any = None,
     ):
         self.device, self.timeout, self._overlap = device, timeout, overlap
-        self._failures = failures
+        self._failures, self.of_workers = failures, group
         self.group = new_group(group, timeout, device, backend, overlap=overlap)
         self.timed_groups = [self.group] if self.group is not None else []
         if self.group is not None:

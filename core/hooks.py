@@ -141,7 +141,7 @@ class HookedMethod:
         wipe([*self.sent_payloads, *(b.values for b in self.buckets)], where)
         self.scalars["weight"].copy_(torch.where(where, 0.0, self.scalars["weight"]))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, alone: bool = False) -> dict[str, Any]:
         """See state.py."""
         raise NotImplementedError
 
@@ -370,7 +370,7 @@ class Snapshot(Hook):
         """Waits for the all-reduce in flight, and answers the request, if any."""
         if self._callback is not None:
             callback, self._callback = self._callback, None
-            state = self.method.state_dict()
+            state = self.method.state_dict(alone=True)  # the round's first all-reduce is in flight, on all workers
             callback({rank: part | self._current for rank, part in state.items()})
 
     def after_allreduce(self) -> None:

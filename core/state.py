@@ -122,14 +122,20 @@ class SavedMethod(HookedMethod):
     _readback: AsyncReadback
 
     @torch.inference_mode(False)
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, alone: bool = False) -> dict[str, Any]:
         """Returns the state that a resumed run needs besides parameters, buffers and optimizer.
 
-        It waits for the all-reduce in flight, so every worker must call it or continue with its steps. A run resumes
-        bit for bit from any step. Tensors are copies in host memory. The only key is "rank" with this worker's number,
-        because each worker saves its own state, model and optimizer. Objects with the same settings have the same keys
-        and shapes, so torch.distributed.checkpoint can load into a new object's state.
+        It waits for the all-reduce in flight, so every worker must call it or continue with its steps. In mid-round,
+        with fragments and delay "auto", every worker must call it, and it may merge averages: copy the parameters
+        afterwards. A run resumes bit for bit from any step. Tensors are copies in host memory. The only key is "rank"
+        with this worker's number, because each worker saves its own state, model and optimizer. Objects with the same
+        settings have the same keys and shapes, so torch.distributed.checkpoint can load into a new object's state.
+
+        Args:
+            alone: Whether only this worker calls it, while no other one can be a fragment ahead.
         """
+        if not alone:
+            self._come_even()
         return under_rank(self._local_state())
 
     @torch.inference_mode(False)
@@ -261,6 +267,9 @@ class SavedMethod(HookedMethod):
         """Error feedback of all reducers, by name."""
         states = [reducer.state for reducer in self._reducers()]
         return {name: [flat for state in states for flat in state[name]] for name in states[0]}
+
+    def _come_even(self) -> None:  # noqa: B027
+        """Starts what other workers have started. See CO2."""
 
     def _begin_round(self, number: int) -> None:  # noqa: B027
         """Round `number` begins, from 0: for settings that change from round to round."""

@@ -133,6 +133,38 @@ def test_finish_moves_nothing_if_no_worker_has_taken_a_step_since_another(rank: 
     co2.close()
 
 
+@on_ranks(2, timeout=60)
+def test_a_state_is_saved_while_one_worker_is_a_fragment_ahead(rank: int):
+    """With delay auto, averages are merged as they arrive."""
+    params, slow = model("giant"), {} if rank else {"link": ThrottledLink(5.0)}  # a fragment takes 20 ms
+    co2 = CO2(params, config(fragments=3, delay="auto"), timeout=10.0, **slow)  # pyright: ignore
+    for step in range(36):
+        time.sleep(0.005)
+        local_step(params, rank, step)
+        co2.step()
+        if (
+            step % TAU == 2
+        ):  # where the slow worker's first fragment has not arrived, and the other has started one more
+            (state,) = co2.state_dict().values()
+            assert alike(torch.tensor(state["at"]))
+    co2.finish()
+    assert alike(flat(params))
+    co2.close()
+
+
+@on_ranks(2)
+def test_more_fragments_than_elements(rank: int):
+    param = torch.zeros(2).requires_grad_()
+    co2 = CO2([param], config(fragments=5))
+    for _ in range(12):
+        with torch.no_grad():
+            param += 1.0 + rank
+        co2.step()
+    co2.finish()
+    assert torch.equal(param, torch.full((2,), 18.0))
+    co2.close()
+
+
 def test_a_run_resumes_bit_for_bit_with_any_fragment_in_flight():
     c = config(fragments=3, delay=2, outer_momentum=0.3, compression=CompressionConfig("int4"))
     cases = [(c, "several", STEPS, save_at) for save_at in (0, 7, 8, 12, 13)]
