@@ -195,6 +195,7 @@ class CO2Config:
         require(self, is_number(beta) and 0 <= beta < 1, "outer_momentum", "give a number in [0, 1)")
         clips = phi is None or (is_number(phi) and phi > 0)
         require(self, clips, "clip", "give a number above 0, or None for no clipping")
+        require(self, isinstance(self.nesterov, bool), "nesterov", "give True or False")
         require(self, self.merge in MERGES, "merge", f"choose one of {', '.join(MERGES)}")
         self._check_delay()
         self._check_fragments()

@@ -552,7 +552,7 @@ def save(
             if some workers have continued without calling save(), or call it at another step. Also if the folder has a
             checkpoint of this step or later that this process neither wrote nor loaded, or of a later start of the run.
     """
-    _check_objects("save", model, optimizer, co2)
+    _check_objects("save", folder, model, optimizer, co2)
     if not isinstance(step, int) or not 0 <= step < STEPS:
         raise UserError(f"step={step!r}: give the number of steps taken, from 0 to {STEPS - 1}")
     if not isinstance(keep, int) or keep < 1:
@@ -605,10 +605,12 @@ def _has_state(value: Any) -> bool:
     return hasattr(value, "state_dict") and not isinstance(value, type)
 
 
-def _check_objects(call: str, model: Any, optimizer: Any, co2: Any) -> None:
+def _check_objects(call: str, folder: Any, model: Any, optimizer: Any, co2: Any) -> None:
     """Raises UserError if arguments of save() or load() are of other kinds, as in another order."""
-    shown = f"{call}(folder, {', '.join(type(given).__name__ for given in (model, optimizer, co2))})"
-    fits = isinstance(model, nn.Module) and (optimizer is None or hasattr(optimizer, "param_groups"))
+    is_path = isinstance(folder, str | os.PathLike)
+    kinds = [type(given).__name__ for given in (model, optimizer, co2)]
+    shown = f"{call}({', '.join(['folder' if is_path else type(folder).__name__, *kinds])})"
+    fits = is_path and isinstance(model, nn.Module) and (optimizer is None or hasattr(optimizer, "param_groups"))
     if not fits or not hasattr(co2, "load_state_dict") or isinstance(co2, nn.Module | torch.optim.Optimizer):
         raise UserError(f"{shown}: give the folder, the model, its optimizer or None, and the method, in this order")
 
@@ -636,7 +638,7 @@ def load(
         UserError: If there are checkpoints and none can be read, or the newest is of another model, optimizer or
             method.
     """
-    _check_objects("load", model, optimizer, co2)
+    _check_objects("load", folder, model, optimizer, co2)
     _refuse_elastic("load()", co2)
     peers.come_together("load()")
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.runs import load_model, load_optimizer, of_optimizer
 from ..config import CO2Config, named_rule
+from ..errors import UserError, is_whole
 from ..local_update import LocalUpdateMethod
 from .allreduce import Script
 from .island import IslandCO2
@@ -78,6 +79,8 @@ class ElasticLoop(Script):
         first_state: dict[str, Any] | None = None,
         **args: Any,
     ):
+        if not is_whole(steps):
+            raise UserError(f"steps={steps!r}: give the number of steps, 1 or more")
         self.model, self.optimizer, self.others, self.steps = model, optimizer, dict(others or {}), steps
         self.step, self._first_state = 0, first_state
         self.members = Members.from_env(timeout)
