@@ -45,7 +45,7 @@ etcd: setup ## start three members of etcd on this machine, for elastic runs wit
 test: setup ## run the fast tests (PYTEST_ARGS adds options)
 	$(PYTEST) -n 3 $(FILES) $(PYTEST_ARGS)
 
-test-slow: setup ## run the slow tests, but for those of test-examples
+test-slow: setup ## run the slow tests, but not the tests of test-examples
 	$(PYTEST) -n 2 $(FILES) -m "slow and not gpu and not root and not slurm" $(EXAMPLES:%=--ignore %) $(PYTEST_ARGS)
 
 test-examples: setup ## run every script of examples/ under torchrun, and the package in an environment of its own

@@ -52,7 +52,7 @@ class ElasticReducer(Reducer):
 
     @property
     def live(self) -> list[Tensor]:
-        """This worker's part, and later the sums that count: of each bucket the payload, then all else."""
+        """This worker's part, and later the sums that count. The payload of a bucket precedes its other values."""
         return [t for bucket in self._of for t in (bucket.payload, bucket.rest)]
 
     def begin(self) -> None:

@@ -24,7 +24,7 @@ from training.recipe import flat, parse
 
 
 def make_run(folder: Path, task: str, name: str, *, results: dict[str, Any], workers: int = 128, **changes) -> None:
-    """A finished run of a recipe, as training/loop/run.py leaves it; of four workers: of a table's stand-in."""
+    """A finished run of a recipe, as training/loop/run.py leaves it. A stand-in of a table has four workers."""
     co2 = {key: changes.pop(key) for key in ("tau", "gap") if key in changes}
     recipe = load_recipe(task, name)
     recipe = replace(recipe, co2=replace(recipe.co2, **co2, allow_unstable="gap" in co2), out=folder, **changes)

@@ -99,7 +99,7 @@ class Trained:
 
 def train_all(rank: int, ranks: int, backend: str, folder: str) -> dict[str, Any]:
     """Every method. The methods of EXACT_RESUME also with ranks that end at different steps, and resumed in mid-round
-    with an all-reduce in flight; those of WITH_NAN with a rank that is left out. FSDP2 inside nodes of two."""
+    with an all-reduce in flight. The methods of WITH_NAN also leave out a rank. FSDP2 inside nodes of two."""
     found: dict[str, Any] = {}
     for name in METHODS:
         trained = Trained(name, device_of(backend), rank)
