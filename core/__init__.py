@@ -3,6 +3,7 @@
 `__all__` has the public names. docs/ shows an example of each.
 """
 
+from . import guards  # noqa: F401 - registers what every method is made with
 from .baselines.table import make_method
 from .checkpoint.runs import load, save
 from .co2 import CO2

@@ -68,7 +68,7 @@ from .comm import Reducer, all_reduce
 from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
 from .errors import UserError
 from .groups import Holders, groups_of, of_all, refuse_fsdp, refuse_shards
-from .guards.workers import OutlierFilter
+from .hooks import Judge
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
 from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices_of
@@ -307,7 +307,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             elif not result.is_empty:
                 share.merge()
             # A number that is not finite is in all fragments after a local step, so all of them restart at once.
-            if self.is_cut and not self.fragment and self.hook(OutlierFilter).excludes_this:
+            if self.is_cut and not self.fragment and self.hook(Judge).excludes_this:
                 self.allreduce.in_foreground(share.restart, "the restart of an excluded node")
                 self._report_excluded(torch.ones_like(share.excluded()))
             return result
@@ -401,7 +401,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self._take(idle=idle)
         fragment.lag = -self.local_steps
         self.reducer.become(self.fragments[0].reducer.kind)
-        self._launch([self.hook(OutlierFilter).before_allreduce], steps, finished=self._is_last)
+        self._launch([self.hook(Judge).before_allreduce], steps, finished=self._is_last)
         if self.config.delay == 0:
             self._merge(finished=finished)
 

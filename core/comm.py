@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -39,6 +39,14 @@ class Pending(Protocol):
 
     def is_completed(self) -> bool: ...
     def wait(self, timeout: timedelta = ...) -> Any: ...
+
+
+class Link(Protocol):
+    """An emulated slow link, for measurements on one machine. See testing/link.py."""
+
+    def reserve(self, nbytes: float) -> float:
+        """Queues `nbytes` on the link, and returns the time.perf_counter() at which they have crossed it."""
+        ...
 
 
 Stage = tuple[Sequence[Pending], int]  # pending collectives, and the bytes that this worker sends for them
@@ -114,6 +122,8 @@ class AsyncAllReduce:
             added, because a peer may be that late.
         backend: gloo or nccl. None means the group's backend.
         overlap: Whether the caller computes during an all-reduce.
+        link: Delays every step until its bytes would have crossed this link. Not over NCCL, whose waits do not block
+            the host.
         failures: Module whose `register` learns the group's members, and whose `describe_failed` names the failed
             ranks.
 
@@ -147,6 +157,7 @@ class AsyncAllReduce:
         timeout: float = 600.0,
         backend: str | None = None,
         overlap: bool = True,
+        link: Link | None = None,
         failures: Any = None,
     ):
         self.device, self.timeout, self._overlap = device, timeout, overlap
@@ -167,6 +178,7 @@ class AsyncAllReduce:
         self.in_flight = False
         self._by_nccl = self.group is not None and moved_by_nccl(self.group, device)
         # Its kernels are small and peers wait for them, hence the high priority.
+        self._link = link if not self._by_nccl else None
         self._side = torch.cuda.Stream(device, priority=-1) if self._by_nccl or device.type == "cuda" else None
         self._end_mark: Mark = 0.0  # with NCCL, the end of the queued stages
         self._queued: tuple[Mark, Iterator[Stage]] = 0.0, iter(())  # with NCCL, the begin of the stages, and the rest
@@ -390,11 +402,14 @@ class AsyncAllReduce:
                 break
         work.wait()  # at most until the group's timeout
 
-    def _count_bytes(self, stage: Stage) -> Iterable[Pending]:
-        """Adds a stage's bytes to bytes_sent, and returns its pending work."""
+    def _count_bytes(self, stage: Stage) -> Iterator[Pending]:
+        """Adds a stage's bytes to bytes_sent, and yields its pending work. Then it waits for the emulated link."""
         works, sent = stage
         self.bytes_sent += sent
-        return works
+        crossed_at = self._link.reserve(sent) if self._link else 0.0
+        yield from works
+        if self._link:
+            time.sleep(max(0.0, crossed_at - time.perf_counter()))
 
     def _on_side_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Queues the block's GPU work in the side stream."""

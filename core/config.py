@@ -7,132 +7,24 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar, cast, get_args
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
 from . import outer
-from .buckets import Bucket, BucketShare, Scalars, tensors_of
-from .comm import AsyncAllReduce, Reducer, all_reduce
-from .compression.formats import BLOCK, BLOCK_BYTES, NarrowFormat, UniformFormat
-from .compression.lgreco.choices import LGrecoConfig, parse
+from .comm import AsyncAllReduce, Link
+from .compression.config import CompressionConfig
 from .errors import UserError, env_number, is_number, is_whole, require
-from .groups import backend_for, check_names, refuse_shards
-from .guards import failure
-from .guards.extra import ExtraAverage, Given
-from .guards.usage import UsageChecks
-from .guards.workers import OutlierFilter, ReplicaChecksum
-from .hooks import Hook, MasterWeightSync, SyncSchedule
+from .groups import check_names, refuse_shards
+from .hooks import GUARDS, Hook
 from .outer import Merge
-from .tau import AdaptiveTau, TauTuner
-from .testing.link import Link, allreduce_over
+from .tau import AdaptiveTau, SyncSchedule, TauTuner
 
 LARGE = 1e4  # far above any outer learning rate that trains
 GAPS = ("elementwise", "norm", "none")
 MERGES: tuple[Merge, ...] = get_args(Merge)
 SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # settings that may change from round to round
-
-
-Format = UniformFormat | Literal["lgreco", "auto"]
-FORMATS: tuple[str, ...] = (*get_args(UniformFormat), "lgreco", "auto")
-
-
-@dataclass(frozen=True)
-class CompressionConfig:
-    """How averages are compressed for the network."""
-
-    format: Format = "float32"
-    """float32 is a plain all-reduce (float64 for float64 parameters). bfloat16, int8 and int4 round to fewer
-    bytes. lgreco chooses a compression for each layer during training. auto is int4, or float32 if that is as fast, as
-    measured during training."""
-    error_feedback: bool = True
-    """Adds the rounding errors to the next round's message, at the cost of a copy of the parameters."""
-    like: str = ""
-    """With lgreco: the uniform setting whose error it must not exceed, such as int4, top0.01 or rank4. intB has B bits,
-    topD keeps the share D of each layer's largest elements, and rankR has rank R."""
-    lgreco: LGrecoConfig = field(default_factory=LGrecoConfig)
-    """With lgreco: how it chooses."""
-
-    def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise UserError(f"compression.format={self.format!r}: choose one of {', '.join(FORMATS)}")
-        if self.format == "lgreco":
-            parse(self.like)
-            if not self.error_feedback:
-                raise UserError(
-                    "compression.error_feedback=False: compression.format lgreco always feeds back; leave it out"
-                )
-        elif self.like or self.lgreco != LGrecoConfig():
-            given = f"compression.like={self.like!r}" if self.like else f"compression.lgreco={self.lgreco}"
-            raise UserError(
-                f"{given} belongs to compression.format lgreco, not {self.format}: leave it out, or set that format"
-            )
-
-    def check(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-        """Raises UserError for tensors and backends that a compression does not support."""
-        if self.format == "float32":
-            return
-        asked, remedy = f"compression.format={self.format!r}", "use compression.format float32"
-        devices = sorted({str(t.device) for t in params})
-        if len(devices) > 1:
-            raise UserError(
-                f"{asked} with parameters on {', '.join(devices)}: give parameters on one device, or {remedy}"
-            )
-        if not params or not dist.is_initialized():
-            return
-        kind, backend = params[0].device.type, backend_for(group, params[0].device)
-        if backend not in ("gloo", "nccl"):
-            raise UserError(
-                f"{asked} over {backend} backend for {kind} tensors: only gloo and nccl are supported, or {remedy}"
-            )
-
-    @property
-    def block(self) -> int:
-        """How many elements the format rounds together: 1 for none."""
-        return 1 if self.format == "float32" else BLOCK
-
-    def check_given(self) -> None:
-        """Raises UserError for auto, for a method that chooses nothing from measured times."""
-        if self.format == "auto":
-            raise UserError(
-                "compression.format='auto' is CO2's own choice, from measured times: give another method a format"
-            )
-
-    @property
-    def choices(self) -> dict[str, float]:
-        """The formats to choose from -> bytes per element, in ascending order.
-
-        lgreco counts as float32 until it has chosen. auto offers only int4 and float32: int4 with error feedback had no
-        higher loss (results/loss.md), and each further format would cost rounds for its test.
-        """
-        formats = ("int4", "float32") if self.format == "auto" else (self.format,)
-        return {compression: BLOCK_BYTES.get(compression, 4 * BLOCK) / BLOCK for compression in formats}
-
-    def reducer(
-        self,
-        buckets: Sequence[Any],
-        scalars: Scalars,
-        rank: int,
-        world_size: int,
-        *,
-        owned: bool = False,
-        plain: Reducer | None = None,
-    ) -> Reducer:
-        """Makes the Reducer of this format, which is not float32, for buckets or their parts.
-
-        With `owned`, each worker gets only the average of the part that it owns. With auto, `plain` sums float32.
-        """
-        workers = rank, world_size
-        if self.format == "lgreco":
-            from .compression.lgreco.reducer import LGreco
-
-            return LGreco(buckets, scalars, *workers, self.like, self.lgreco)
-        from .compression.quantized import OwnedQuantized, Quantized
-
-        make, first = OwnedQuantized if owned else Quantized, [*self.choices][0 if world_size > 1 else -1]
-        changes = plain if self.format == "auto" else None
-        return make(buckets, scalars, *workers, cast(NarrowFormat, first), self.error_feedback, plain=changes)
 
 
 @dataclass(frozen=True)
@@ -434,7 +326,7 @@ class CommonArgs(TypedDict, total=False):
         model_params: The 16-bit model's parameters, if `params` are the float32 masters that an optimizer keeps of it,
             in the same order.
         average: Tensors that are evaluated but not trained, such as an EMA model, or a function that returns them. See
-            ExtraAverage.
+            guards.extra.ExtraAverage.
         group: The workers. None means all.
         timeout: Seconds until a missing worker is an error.
         link: An emulated slow network.
@@ -443,7 +335,7 @@ class CommonArgs(TypedDict, total=False):
 
     buffers: Iterable[Tensor]
     model_params: Iterable[Tensor]
-    average: Given
+    average: Any
     group: dist.ProcessGroup | None
     timeout: float
     link: Link | None
@@ -467,7 +359,7 @@ def build_args(
         schedule: See CO2.
         overlap: Whether local steps run during an all-reduce.
         owned: Whether each worker gets only the part of an average that it owns.
-        allreduce: Makes the AsyncAllReduce, if it is not that class.
+        allreduce: Makes the AsyncAllReduce of elastic workers.
     """
     if unknown := args.keys() - CommonArgs.__annotations__:
         known = ", ".join(CommonArgs.__annotations__)
@@ -485,25 +377,16 @@ def build_args(
         )
     tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
     tuner = tuner_for(c, workers)
-    pacing = SyncSchedule(tau, c.delay) if tuner is None else AdaptiveTau(tau, c.delay, tuner)
-    masters = tensors_of(args.get("model_params", ()), "parameters")
-    extra = args.get("average")
-    # in the order in which they are called
-    choosing: list[Hook] = [pacing] if isinstance(pacing, AdaptiveTau) else []
-    hooks: list[Hook] = [OutlierFilter(c.outlier), *choosing, ReplicaChecksum(), *more]
-    hooks += [MasterWeightSync(masters)] if masters else []
-    if extra is not None and not (isinstance(extra, list | tuple) and not extra):
-        hooks.append(ExtraAverage(extra))
-    hooks.append(UsageChecks(masters))
-    of_group = {name: given for name, given in args.items() if name in ("group", "timeout")}
-    make = allreduce or allreduce_over(args.get("link"))
+    sync_schedule = SyncSchedule(tau, c.delay) if tuner is None else AdaptiveTau(tau, c.delay, tuner)
+    choosing = [sync_schedule] if isinstance(sync_schedule, AdaptiveTau) else []
+    of_group = {name: given for name, given in args.items() if name in ("group", "timeout", "link")}
+    of_group |= {"overlap": overlap and c.delay != 0}  # with delay 0 the worker waits at once
     return {
-        "sync_schedule": pacing,
+        "sync_schedule": sync_schedule,
         "buffers": args.get("buffers", ()),
-        # with delay 0 the worker waits at once
-        "allreduce": functools.partial(make, overlap=overlap and c.delay != 0, failures=failure, **of_group),
-        "reducer": _reducer(c.compression, owned),
-        "hooks": hooks,
+        "allreduce": functools.partial(allreduce or AsyncAllReduce, failures=GUARDS["failures"], **of_group),
+        "reducer": functools.partial(c.compression.make_reducer, owned=owned),
+        "hooks": GUARDS["make_hooks"](c.outlier, choosing, args),
     }
 
 
@@ -518,20 +401,6 @@ def tuner_for(c: CO2Config, workers: int) -> TauTuner | None:
     if given is not None and len(formats) == 1 and not cuts and (c.delay != "auto" or workers == 1):
         return None
     return TauTuner(c.tau_max, c.tau_margin, formats, given=given, cuts=cuts)
-
-
-def _reducer(
-    compression: CompressionConfig, owned: bool
-) -> Callable[[Sequence[Bucket | BucketShare], Scalars, AsyncAllReduce], Reducer]:
-    """Returns the function that makes the Reducer."""
-
-    def make(buckets: Sequence[Bucket | BucketShare], scalars: Scalars, allreduce: AsyncAllReduce) -> Reducer:
-        plain = all_reduce(buckets, scalars, allreduce, owned=owned)
-        if compression.format == "float32":
-            return plain
-        return compression.reducer(buckets, scalars, allreduce.rank, allreduce.world_size, owned=owned, plain=plain)
-
-    return make
 
 
 def build_args_of_other(

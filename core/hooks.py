@@ -230,6 +230,33 @@ class Hook:
         """Restores what state_dict returned."""
 
 
+class Judge(Hook):
+    """A hook that judges updates. A node's background and the start of a fragment's all-reduce call it, too.
+
+    Attributes:
+        excludes_this: Whether the verdicts that were received last exclude this worker.
+    """
+
+    excludes_this = False
+
+    def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
+        """Finds the verdict on this worker's update, and writes it to the scalars.
+
+        Args:
+            size: Norm of the update, 0-d: not finite if any number of it is not.
+            bad_buffer: Number of a buffer that is not finite, counted from 1, 0-d; 0 for none.
+
+        Returns:
+            0-d bool: whether to exclude this worker.
+        """
+        raise NotImplementedError
+
+
+GUARDS: dict[str, Any] = {}
+"""What core/guards registers when `core` is imported, because the root imports no guard: `make_hooks` makes the hooks
+of every method, and `failures` finds which rank has failed (see AsyncAllReduce)."""
+
+
 def check_hooks(hooks: Sequence[Any], taken: Iterable[str]) -> None:
     """Raises UserError for objects of other classes, a hook of another method, and a repeated name.
 

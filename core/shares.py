@@ -52,8 +52,7 @@ from .buckets import (
 )
 from .comm import BACKGROUND, Reducer, Stage, gather_parts, sum_flats
 from .groups import Votes, leave_group, new_group
-from .guards.workers import OutlierFilter
-from .hooks import HookedMethod
+from .hooks import HookedMethod, Judge
 from .nodes import Held, Node
 from .outer import FusedOuterStep, OuterStep
 from .stats import read_blocks
@@ -477,7 +476,7 @@ class Share:
                 self._differences()
             self._copied = False
         # the node is judged as one worker, because its ranks shared their gradients
-        outliers, square = m.hook(OutlierFilter), _square(s.g).view(1)
+        outliers, square = m.hook(Judge), _square(s.g).view(1)
         if not m.fragment:  # buffers travel with the first fragment
             square = torch.where(first_nonfinite(m.buckets) > 0, float("nan"), square)
         yield from node.sum([square])

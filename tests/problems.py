@@ -15,11 +15,10 @@ from torch import Tensor, nn
 import core.outer
 from core import CO2, CO2Config, UserError, make_method
 from core.buckets import Scalars, make_buckets
-from core.comm import Reducer
+from core.comm import AsyncAllReduce, Reducer
 from core.config import CompressionConfig
 from core.hooks import SyncSchedule
 from core.testing import run_distributed
-from core.testing.link import allreduce_over
 from core.testing.reference import Reference
 
 LR = 0.1
@@ -69,7 +68,7 @@ class Mean:
         self.scalars = Scalars(scalars or {})
         self.buckets = make_buckets(tensors, options.pop("buffers", []), self.scalars.numel)
         self.scalars.attach(self.buckets[0].scalars)
-        self.allreduce = allreduce_over(options.pop("link", None))(self.buckets[0].flat.device, **options)
+        self.allreduce = AsyncAllReduce(self.buckets[0].flat.device, **options)
         workers = self.allreduce.rank, self.allreduce.world_size
         self.reducer = reducer(self.buckets, self.scalars, *workers) if reducer else None
         self.reducer = self.reducer or Reducer([b.flat for b in self.buckets], self.allreduce.world_size)

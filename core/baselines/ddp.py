@@ -31,7 +31,7 @@ from ..buckets import (
     tensors_of,
     views,
 )
-from ..comm import PAUSE, Stage, gather_parts, ring_bytes, sum_parts
+from ..comm import PAUSE, AsyncAllReduce, Link, Stage, gather_parts, ring_bytes, sum_parts
 from ..compression.quantized import HELD_BACK
 from ..config import CompressionConfig
 from ..errors import DivergedError, UserError, is_number
@@ -41,7 +41,6 @@ from ..hooks import Hook, Requests
 from ..local_update import Loop
 from ..state import of_rank, on_host, under_rank
 from ..stats import AsyncReadback, Mark, RoundStats, between, mark, plus
-from ..testing.link import Link, allreduce_over
 
 EVERY, FIRST = 100, 10  # steps of L-GreCo's period and first decision; the authors' code: every 100 after 1,000
 
@@ -77,7 +76,7 @@ class GradientCompression:
         self._place, self._device = {id(p): i for i, p in enumerate(params)}, params[0].device
         self._scalars = Scalars({"steps": 1, "weight": 1})
         self._scalars.attach(torch.ones(2, device=self._device))  # every worker counts in every step
-        self.allreduce = allreduce_over(link)(self._device, group=group, timeout=timeout, failures=failure)
+        self.allreduce = AsyncAllReduce(self._device, group=group, timeout=timeout, link=link, failures=failure)
         self._inner, self._per_node = inner_group, dist.get_world_size(inner_group) if inner_group is not None else 1
         self.allreduce.timed_groups += [inner_group] if inner_group is not None else []
         if (own := compression.lgreco) and compression.format == "lgreco":  # its defaults differ: each step is a round

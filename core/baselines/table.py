@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..buckets import is_dtensor
 from ..co2 import CO2
+from ..comm import Link
 from ..config import (
     CO2Config,
     CommonArgs,
@@ -28,7 +29,6 @@ from ..groups import check_mesh
 from ..guards.extra import Given
 from ..hooks import Hook
 from ..local_update import LocalUpdateMethod
-from ..testing.link import Link
 from .ddp import DDP
 from .local import DiLoCo, DiLoCoConfig, LocalSGD, OverlapLocalConfig, OverlapLocalSGD, SlowMo, SlowMoConfig
 

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..co2 import CO2
 from ..comm import ring_bytes
-from ..config import CO2Config, CompressionConfig, Format
+from ..compression.config import CompressionConfig, Format
+from ..config import CO2Config
 from ..groups import host_group, of_all
 
 SMALLEST, MOST_BYTES = 4, 1 << 28  # bytes of an all-reduce

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from ..buckets import copy_where, tensors_of
 from ..co2 import CO2
+from ..comm import Link
 from ..compression.formats import NARROW_FORMATS
 from ..config import CO2Config, CommonArgs, CompressionConfig, Schedule, build_args
 from ..errors import UserError
 from ..hooks import Hook
 from ..local_update import ReduceResult
-from ..testing.link import Link, allreduce_over
 from .allreduce import ElasticAllReduce, Script
 from .members import Members, Report, WorkersChanged
 from .reducers import ElasticQuantized, ElasticReducer
@@ -71,9 +71,9 @@ class ElasticCO2(CO2):
         if c.compression.format == "auto":
             c = replace(c, compression=CompressionConfig())
         c.compression.check(params, None)
-        make = allreduce_over(link, self._kind)
-        make = functools.partial(make, owner=self, members=members, script=self.script)
-        built = build_args(c, CommonArgs(buffers=buffers, timeout=timeout, hooks=hooks), schedule, allreduce=make)
+        make = functools.partial(self._kind, owner=self, members=members, script=self.script)
+        args = CommonArgs(buffers=buffers, timeout=timeout, link=link, hooks=hooks)
+        built = build_args(c, args, schedule, allreduce=make)
         built["reducer"] = lambda parts, scalars, _: (
             ElasticReducer(parts)
             if c.compression.format == "float32"

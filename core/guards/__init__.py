@@ -1,1 +1,30 @@
 """Hooks that watch over a run: outliers, checksums, misuse, failed workers, averages at the end."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..buckets import tensors_of
+from ..hooks import GUARDS, Hook, MasterWeightSync
+from . import failure
+from .extra import ExtraAverage
+from .usage import UsageChecks
+from .workers import OutlierFilter, ReplicaChecksum
+
+
+def make_hooks(outlier: float | None, choosing: Sequence[Hook], args: Mapping[str, Any]) -> list[Hook]:
+    """Returns a method's hooks, in the order in which they are called.
+
+    Args:
+        outlier: See CO2Config.
+        choosing: The hook that chooses tau, if any.
+        args: See CommonArgs.
+    """
+    masters, average = tensors_of(args.get("model_params", ()), "parameters"), args.get("average")
+    hooks = [OutlierFilter(outlier), *choosing, ReplicaChecksum(), *args.get("hooks", ())]
+    hooks += [MasterWeightSync(masters)] if masters else []
+    if average is not None and not (isinstance(average, list | tuple) and not average):
+        hooks.append(ExtraAverage(average))
+    return [*hooks, UsageChecks(masters)]
+
+
+GUARDS.update(make_hooks=make_hooks, failures=failure)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..buckets import first_nonfinite
 from ..errors import DivergedError, UserError, log
-from ..hooks import Hook, HookedMethod, ReductionInfo
+from ..hooks import Hook, HookedMethod, Judge, ReductionInfo
 from ..outer import norm
 
 VALID, NOT_FINITE, JUMPED, BUFFER = 0, 1, 2, 3  # verdicts; BUFFER + i: buffer i is not finite
@@ -24,7 +24,7 @@ AVERAGE_ROUNDS = 10  # valid rounds in the running average of the update's size
 MAX_REPEATS = 3  # rounds in a row in which a worker may be excluded again
 
 
-class OutlierFilter(Hook):
+class OutlierFilter(Judge):
     """Excludes a worker whose update is not finite, or is much larger than its usual updates.
 
     Otherwise one NaN in one worker's update would reach every worker. The filter judges an update by its norm over the
@@ -107,15 +107,6 @@ class OutlierFilter(Hook):
 
     @torch.no_grad()
     def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
-        """Finds the verdict on this worker's update and writes it to the scalars.
-
-        Args:
-            size: Norm of the update, 0-d: not finite if any number of it is not.
-            bad_buffer: Number of a buffer that is not finite, counted from 1, 0-d; 0 for none.
-
-        Returns:
-            0-d bool: whether to exclude this worker.
-        """
         method = self.method
         size = size.to(self.state)
         number = torch.zeros_like(size) if bad_buffer is None else bad_buffer.to(size)

@@ -1,24 +1,10 @@
-"""An emulated slow link. It delays every step of a reduction until its bytes would have crossed the link."""
+"""An emulated slow link, over which AsyncAllReduce delays every step of a reduction."""
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
 
-import torch
-
-from ..comm import AsyncAllReduce, Pending, Stage
 from ..errors import UserError
-
-
-class Link(Protocol):
-    """An emulated slow link, for measurements on one machine."""
-
-    def reserve(self, nbytes: float) -> float:
-        """Queues `nbytes` on the link, and returns the time.perf_counter() at which they have crossed it."""
-        ...
 
 
 class ThrottledLink:
@@ -42,29 +28,3 @@ class ThrottledLink:
         """Queues `nbytes` on the link, and returns the time.perf_counter() at which they have crossed it."""
         self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self.bytes_per_second
         return self._free_at
-
-
-class SlowAllReduce(AsyncAllReduce):
-    """An AsyncAllReduce over an emulated link. It delays nothing over NCCL, whose waits do not block the host.
-
-    Args:
-        device: As for AsyncAllReduce.
-        link: The emulated link.
-        **options: Other arguments of AsyncAllReduce.
-    """
-
-    def __init__(self, device: torch.device, *, link: Link, **options: Any):
-        super().__init__(device, **options)
-        self.link = link
-
-    def _count_bytes(self, stage: Stage) -> Iterator[Pending]:
-        """Yields the step's collectives one after the other, then waits until the link has carried their bytes."""
-        works, crossed_at = super()._count_bytes(stage), self.link.reserve(stage[1])
-        yield from works
-        if not self._by_nccl:
-            time.sleep(max(0.0, crossed_at - time.perf_counter()))
-
-
-def allreduce_over(link: Link | None, kind: type[AsyncAllReduce] = AsyncAllReduce) -> Callable[..., AsyncAllReduce]:
-    """Returns a constructor of AsyncAllReduce or of a derived class, over an emulated link if one is given."""
-    return functools.partial(type("SlowAllReduce", (SlowAllReduce, kind), {}), link=link) if link else kind

@@ -36,13 +36,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.buckets import check_group, check_inputs, is_dtensor
+from core.comm import Link
 from core.errors import CollectiveError, DivergedError, UserError, is_number, require
 from core.groups import broadcast, compare, leave_group, new_group
 from core.guards import failure
 from core.hooks import Requests
 from core.local_update import Loop
 from core.stats import RoundStats
-from core.testing.link import Link
 from training.data.samples import mix
 
 NUMBERS = 3  # (sum of the samples' losses at W + eps z, the same at W - eps z, samples)

@@ -17,14 +17,14 @@ TRAINING = {
     *(f"training.{room}" for room in ("start", "data", "layouts", "folder", "loop", "weights")),
 }
 
-TOOLS = {"core.compression", "core.guards", "core.testing"}
+TOOLS = {"core.compression", "core.guards"}
 ARROWS: dict[str, set[str]] = {
     # the root, from its base to co2.py
     "core": {"core.shares"},
-    "core.shares": {"core", "core.compression", "core.guards"},  # the outer step's kernel; a node is judged as one
-    "core.config": {"core", *TOOLS},  # what a method is made of
-    "core.co2": {"core", "core.config", "core.guards", "core.shares"},
-    "core.__init__": CORE - {"core.elastic", "core.integrations", "core.doctor"},
+    "core.shares": {"core", "core.compression"},  # the outer step's kernel
+    "core.config": {"core", "core.compression"},  # where a format is made
+    "core.co2": {"core", "core.config", "core.shares"},
+    "core.__init__": CORE - {"core.elastic", "core.integrations", "core.doctor", "core.testing"},
     # the folders
     "core.compression": {"core"},
     "core.guards": {"core"},

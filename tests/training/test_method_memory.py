@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from core import CO2Config, outer, shares
+from core import CO2Config, CompressionConfig, LGrecoConfig, outer, shares
 from core.baselines.ddp import GradientCompression
 from core.baselines.local import SlowMoConfig
 from core.baselines.table import make_method
@@ -21,7 +21,6 @@ from core.comm import AsyncAllReduce
 from core.compression import quantized
 from core.compression.lgreco import choices as decide
 from core.compression.lgreco.choices import allocate, parse
-from core.config import CompressionConfig, LGrecoConfig
 from core.local_update import LocalUpdateMethod
 from core.nodes import node_mesh
 from core.testing import run_distributed
