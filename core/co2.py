@@ -264,7 +264,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             return
         if self.allreduce.in_flight and self.sync_schedule.merges(self):
             self._merge_early(at_boundary=False)
-        following, count = self.fragment + 1, len(self.fragments)
+        following, count = self.fragment_index + 1, len(self.fragments)
         if following >= count or self.local_steps < max(1, following * self.tau // count):
             return
         if self.allreduce.in_flight and self.config.delay == "auto":
@@ -279,7 +279,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             if self.allreduce.in_flight:
                 self._merge()
                 self._params_updated(at_boundary=False)
-            self._start_fragment(self.fragment + 1)
+            self._start_fragment(self.fragment_index + 1)
 
     def _come_even(self) -> None:
         """Starts the fragments that another worker has started in this round. In mid-round, every worker must call it.
@@ -290,8 +290,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if not self.is_cut or self.config.delay != "auto" or self.at_boundary or self.allreduce.is_elastic:
             return  # all workers have started the same
         self.allreduce.check_alive()
-        ahead = max(of_all(self.fragment, self.allreduce.of_workers))
-        while self.fragment < ahead:
+        ahead = max(of_all(self.fragment_index, self.allreduce.of_workers))
+        while self.fragment_index < ahead:
             self._start_next()
 
     def _merge(self, *, finished: bool = False) -> ReduceResult:
@@ -307,7 +307,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             elif not result.is_empty:
                 share.merge()
             # A number that is not finite is in all fragments after a local step, so all of them restart at once.
-            if self.is_cut and not self.fragment and self.hook(Judge).excludes_this:
+            if self.is_cut and not self.fragment_index and self.hook(Judge).excludes_this:
                 self.allreduce.in_foreground(share.restart, "the restart of an excluded node")
                 self._report_excluded(torch.ones_like(share.excluded()))
             return result
@@ -355,7 +355,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
     @property
     def _now(self) -> Fragment:
         """The current fragment."""
-        return self.fragments[self.fragment]
+        return self.fragments[self.fragment_index]
 
     def _cut(self, count: int) -> None:
         """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
@@ -371,7 +371,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             steps, directions = ([], []) if share is not None else self._outer_steps(places)
             device = self.params[0].device
             fragments.append(Fragment(parts, steps, directions, reducer, device, self._arrived_tau, lag))
-        self.fragments, self.fragment = fragments, 0
+        self.fragments, self.fragment_index = fragments, 0
         self.reducer, self.sent_payloads = fragments[0].reducer, fragments[0].payloads
 
     def _outer_steps(self, places: Sequence[slice]) -> tuple[list[outer.OuterStep], list[Tensor]]:
@@ -388,7 +388,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
     def _enter(self, i: int) -> None:
         """Makes fragment i the current one."""
         self._now.arrived_tau = self._arrived_tau
-        self.fragment, now = i, self.fragments[i]
+        self.fragment_index, now = i, self.fragments[i]
         self.reducer, self.sent_payloads, self._arrived_tau = now.reducer, now.payloads, now.arrived_tau
 
     def _start_fragment(self, i: int, *, finished: bool = False) -> None:
@@ -409,7 +409,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """Merges what is in flight, and what is left of the round's fragments. Returns whether that was the end."""
         if self.allreduce.in_flight:
             self._merge(finished=finished)
-        for i in range(self.fragment + 1, len(self.fragments)):
+        for i in range(self.fragment_index + 1, len(self.fragments)):
             self._start_fragment(i, finished=finished)
             if self.allreduce.in_flight:
                 self._merge(finished=finished)
@@ -429,7 +429,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         state = super()._local_state()
         self._now.arrived_tau = self._arrived_tau
         fragments = [{name: on_host(getattr(fragment, name)) for name in SAVED} for fragment in self.fragments]
-        cut = {"at": self.fragment, "reached_in": self._reached_in} if self.is_cut else {}
+        cut = {"at": self.fragment_index, "reached_in": self._reached_in} if self.is_cut else {}
         return state | {"fragments": fragments} | cut
 
     # -- the outer step ----------------------------------------------------------------------------------------
@@ -512,8 +512,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
             self.allreduce.drain()
             self._cut(count)
         if self.is_cut:
-            self.fragment, self._reached_in = state["at"], state.get("reached_in", -1)
-            self.reducer = self.fragments[self.fragment].reducer
+            self.fragment_index, self._reached_in = state["at"], state.get("reached_in", -1)
+            self.reducer = self.fragments[self.fragment_index].reducer
         super()._load_local_state(state)
         for fragment, numbers in zip(self.fragments, saved, strict=True):
             for name, value in numbers.items():

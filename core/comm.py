@@ -143,9 +143,11 @@ class AsyncAllReduce:
         generation: Rises whenever workers have left or joined.
         timed_groups: Groups whose timeout follows the intervals between launches.
         of_workers: The group that was given, which no all-reduce uses. None means all processes.
+        label: What errors call the last all-reduce. Its owner may set it, because a round may have several.
     """
 
     launches = generation = 0
+    label = ""
     is_elastic = votes = False
     of_workers: dist.ProcessGroup | None = None
 
@@ -444,7 +446,7 @@ class AsyncAllReduce:
         connections. Connections close once nothing refers to the work any more. The message contains the backend's
         `reason`, and `what` has failed if not the all-reduce.
         """
-        number, self.in_flight = self.launched - 1, False  # number of the round
+        self.in_flight = False
         assert self.group is not None
         ranks, only_group = dist.get_process_group_ranks(self.group), len(self.timed_groups) == 1
         group, self.group, self.timed_groups = self.group, None, self.timed_groups[1:]
@@ -454,8 +456,9 @@ class AsyncAllReduce:
         del group
         # With a node's group, not all ranks take part in both groups.
         failed = self._failures.describe_failed(ranks if only_group else ()) if self._failures else UNKNOWN
+        what = what or self.label or f"the all-reduce of round {self.launched - 1}"
         self._failed = (
-            f"rank {ranks[self.rank]}: {what or f'the all-reduce of round {number}'} failed; {failed} "
+            f"rank {ranks[self.rank]}: {what} failed; {failed} "
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
         )
         return CollectiveError(self._failed)

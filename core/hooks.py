@@ -75,7 +75,8 @@ class HookedMethod:
     growth = 1.0  # tau of the round whose all-reduce started last, over the tau of the average before
     sends_differences = False  # whether payloads are differences: zero if nothing has moved
     timed_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
-    fragment, is_cut = 0, False  # the fragment of the last all-reduce, and whether there are several: see Fragment
+    fragment_index = 0  # of the last all-reduce's Fragment
+    is_cut = False  # whether there are several fragments
     _given_buffers: dict[int, Tensor]  # the averaged buffers, by their index in `buffers`
     _buffers: list[Tensor]  # their local tensors
     _starts_near_anchor = False  # whether rounds begin near `anchors`, not exactly there

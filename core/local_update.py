@@ -387,6 +387,9 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
                 self._report_excluded(excluded)
         self._sent_tau = self.sync_schedule.tau
         self.growth = self._sent_tau / self._arrived_tau
+        number = self.rounds - (self.fragment_index > 0)  # the first fragment's all-reduce begins a round
+        part = f" (fragment {self.fragment_index})" if self.is_cut else ""
+        self.allreduce.label = f"the all-reduce of round {number}{part}"
         self.allreduce.launch(self.stages())
 
     def stages(self) -> Iterator[Stage]:
@@ -411,15 +414,15 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self._note_times()
         weight = self._weight.double()  # how many workers count: a sum or an average, as the reducer delivers
         self._scale = torch.where(weight == 0, 1.0 if self.sends_differences else float("nan"), 1 / weight)
-        if self.fragment:  # buffers and the hooks' scalars travel with the first fragment
+        if self.fragment_index:  # buffers and the hooks' scalars travel with the first fragment
             self.scalars.place[: len(OWN_SCALARS)].mul_(self.reducer.scale)
         else:
             self.scalars.place.mul_(self.reducer.scale)
             self._deliver_scalars()
             self._is_last = finished and self._finished.item() > 1 - 1e-6  # an average may be rounded
         # of a round that finish() has ended before, the other fragments are sent again
-        is_empty = finished and (self._is_last or self.fragment > 0) and self._steps.item() == 0.0
-        for bucket, _ in self._own_buffers if not self.fragment else ():
+        is_empty = finished and (self._is_last or self.fragment_index > 0) and self._steps.item() == 0.0
+        for bucket, _ in self._own_buffers if not self.fragment_index else ():
             self._average_buffers(bucket, is_empty=is_empty)
         if not is_empty:
             self._arrived_tau = self._sent_tau

@@ -316,11 +316,11 @@ class Share:
     @property
     def now(self) -> Slice:
         """The current fragment."""
-        return self._slices[self.method.fragment]
+        return self._slices[self.method.fragment_index]
 
     @property
     def numbers(self) -> Tensor:
-        return self.method.fragments[self.method.fragment].numbers
+        return self.method.fragments[self.method.fragment_index].numbers
 
     def _lay_out(self) -> None:
         """Finds the live parameters in all fragments, again if a storage has moved."""
@@ -477,7 +477,7 @@ class Share:
             self._copied = False
         # the node is judged as one worker, because its ranks shared their gradients
         outliers, square = m.hook(Judge), _square(s.g).view(1)
-        if not m.fragment:  # buffers travel with the first fragment
+        if not m.fragment_index:  # buffers travel with the first fragment
             square = torch.where(first_nonfinite(m.buckets) > 0, float("nan"), square)
         yield from node.sum([square])
         m.exclude(outliers.judge(square[0].sqrt()))
@@ -508,7 +508,7 @@ class Share:
 
         The buffers of pipeline stages are each stage's own.
         """
-        parts, node = self.method.fragments[self.method.fragment].parts, self.node
+        parts, node = self.method.fragments[self.method.fragment_index].parts, self.node
         if node.group is None:
             return
         rests = [part.rest for part in parts if len(part.rest)] if not node.separate else [parts[0].scalars.double()]

@@ -385,7 +385,7 @@ class AdaptiveTau(SyncSchedule, Hook):
             # A worker has left or joined. All find that in the same sums. The next times may include the change.
             self.tuner.measure_again()
             return
-        self._decided = self.tuner.receive(self.method.allreduce.launched, step, allreduce, *others)
+        self._decided = self.tuner.receive(self.method.rounds, step, allreduce, *others)
 
     def on_round_end(self) -> None:
         self.decision, self._decided = self._decided, None

@@ -157,7 +157,7 @@ class ElasticCO2(CO2):
         result, counts = super()._wait_allreduce(finished=finished), self._weight > 0
         self._joining |= self.allreduce.asked
         self.allreduce.counts = True
-        if self._buffers and not self.fragment:
+        if self._buffers and not self.fragment_index:
             copy_where(counts, self._finite_buffers, self._buffers)
             copy_where(~counts, self._buffers, self._finite_buffers)
         return result

@@ -68,7 +68,7 @@ class OutlierFilter(Judge):
         m = self.method
         if m.share is not None:
             return None  # the method calls judge() with the norm of the whole node
-        buffer = None if m.fragment else first_nonfinite(m.buckets)  # buffers travel with the first fragment
+        buffer = None if m.fragment_index else first_nonfinite(m.buckets)  # buffers travel with the first fragment
         excluded = self.judge(norm(m.sent_payloads).double(), buffer)
         if m.sends_differences and not m.is_cut:  # it needs the whole difference in one all-reduce
             self._square.copy_(torch.where(excluded, 0.0, self.size.square()))
@@ -115,7 +115,7 @@ class OutlierFilter(Judge):
         # names the buffer only if the update itself is finite
         verdict = torch.where((number > 0) & size.isfinite(), number - 1 + BUFFER, verdict)
         self.verdict.copy_(verdict)
-        if method.fragment:  # reported with fragment 0
+        if method.fragment_index:  # reported with fragment 0
             self._of_others = verdict if self._of_others is None else torch.maximum(self._of_others, verdict)
             return verdict != VALID
         if self._of_others is not None:
@@ -151,7 +151,7 @@ class OutlierFilter(Judge):
 
     def _of_fragment(self) -> Tensor:
         """Returns the fragment's row of `state`, [3]."""
-        rows, at = self.state.view(-1, 3), self.method.fragment
+        rows, at = self.state.view(-1, 3), self.method.fragment_index
         if at >= len(rows):
             self.state = rows = torch.cat([rows, rows.new_zeros(at + 1 - len(rows), 3)])
         return rows[at]
@@ -226,7 +226,7 @@ class ReplicaChecksum(Hook):
                 place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
         if self._repair_in == m.allreduce.generation and m.allreduce.group is not None:
             m.broadcasts_state = True  # with the all-reduce that is about to start
-            self._repaired = m.allreduce.generation, m.allreduce.launched + 1
+            self._repaired = m.allreduce.generation, m.rounds + 1
         self._repair_in = None
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
@@ -243,9 +243,9 @@ class ReplicaChecksum(Hook):
             )
         equal_replicas = equal(sums["replicas"], info.workers)
         m.clock.stats.drifted = float(not equal_replicas)
-        launched, generation = m.allreduce.launched, m.allreduce.generation
+        generation = m.allreduce.generation
         repaired = self._repaired[1] if self._repaired[0] == generation else -REPAIR_EVERY
-        if equal_replicas or launched - repaired < REPAIR_EVERY:
+        if equal_replicas or m.rounds - repaired < REPAIR_EVERY:
             return
         self._repair_in = generation
         if m.is_log_rank:
