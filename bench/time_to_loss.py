@@ -40,10 +40,9 @@ from bench.peers.adapters import PEERS, Task, Trainer
 from bench.report import Metrics, Summary, require, require_no_crowd
 from core.baselines.table import make_method
 from core.errors import UserError
-from core.hooks import SyncSchedule
 from core.local_update import LocalUpdateMethod
 from core.nodes import node_mesh
-from core.tau import CALIBRATION_TAU
+from core.tau import CALIBRATION_TAU, SyncSchedule
 from core.testing.link import ThrottledLink
 from training.data.samples import steps_per_epoch
 from training.optim import clip_gradients, lr_factor

@@ -210,7 +210,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self.fragments[0].lag = 0
         self._take(idle=idle)  # writes step 3's difference to the payload, and the snapshot
         if self.share is not None and self.config.delay != 0:
-            self._begin_round(self.rounds + 1)  # the background takes the outer step with the settings of its merge
+            self._use_settings(self.rounds + 1)  # the background takes the outer step with the settings of its merge
         self._start_allreduce(finished=finished)  # step 3
         if self.config.delay == 0:
             self._merge(finished=finished)
@@ -253,7 +253,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             # the background judges the payload later, but the optimizer's state would affect the next round, too
             spoilt.copy_(~all_finite(p for b in self.buckets for p in b.params))
             share.take(idle=False)
-            self._begin_round(self.rounds + 1)  # the background takes the outer step with the settings of its merge
+            self._use_settings(self.rounds + 1)  # the background takes the outer step with the settings of its merge
         self._report_excluded(spoilt | excluded)
 
     # -- merge on arrival --------------------------------------------------------------------------------------
@@ -533,7 +533,12 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     # -- settings ----------------------------------------------------------------------------------------------
 
-    def _begin_round(self, number: int) -> None:
+    def _begin_round(self) -> None:
+        super()._begin_round()
+        self._use_settings(self.rounds)
+
+    def _use_settings(self, number: int) -> None:
+        """Uses a round's settings from now on."""
         if self._schedule is not None:
             self._use(scheduled(self._given, self._schedule, number))
 

@@ -39,11 +39,12 @@ from .buckets import (
 )
 from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
 from .errors import UserError
-from .hooks import Hook, ReductionInfo, SyncSchedule, check_hooks
+from .hooks import Hook, ReductionInfo, check_hooks
 from .nodes import Node
 from .shares import Share, sent_parts
 from .state import SavedMethod
 from .stats import AsyncReadback, RoundClock, RoundStats, plus, read_blocks
+from .tau import SyncSchedule
 
 OWN_SCALARS = {"finished": 1, "steps": 1, "weight": 1}  # in every all-reduce
 CHANGED = "changed"  # scalars: per buffer that is not sent, how many workers have changed it
@@ -349,6 +350,10 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
             where: 0-d bool. Resets only if it is True; None always resets. The host never waits for a GPU.
         """
 
+    def _begin_round(self) -> None:
+        """A round begins, whose number is `rounds`. A method may change its settings."""
+        self.sync_schedule.begin(self.rounds)
+
     def _signature(self) -> Any:
         """Settings that must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
@@ -496,8 +501,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
             copy(own, bucket.given)
         self._start_allreduce(finished=True)
         self._wait_allreduce(finished=True)
-        self._begin_round(self.rounds)
-        self.sync_schedule.begin(self.rounds)
+        self._begin_round()
 
     def _params_updated(self, *, at_boundary: bool) -> None:
         """Calls the hooks after the method has written the parameters."""
@@ -517,8 +521,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
             has_finished = self._close_round(finished=finished)
             for on_round_end in self._on_round_end:
                 on_round_end()
-            self.sync_schedule.begin(self.rounds)
-            self._begin_round(self.rounds)
+            self._begin_round()
             self._first_step = 1
             self._params_updated(at_boundary=True)
         return has_finished

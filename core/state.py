@@ -254,8 +254,7 @@ class SavedMethod(HookedMethod):
                     self.scalars[name].zero_()
             if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
                 hook.load_state_dict(held)
-        self._begin_round(self.rounds)
-        self.sync_schedule.begin(self.rounds)
+        self._begin_round()
         if tau and self.local_steps:
             self.sync_schedule.go_on(tau[0])
 
@@ -271,8 +270,8 @@ class SavedMethod(HookedMethod):
     def _come_even(self) -> None:  # noqa: B027
         """Starts what other workers have started. See CO2."""
 
-    def _begin_round(self, number: int) -> None:  # noqa: B027
-        """Round `number` begins, from 0: for settings that change from round to round."""
+    def _begin_round(self) -> None:  # noqa: B027
+        """See LocalUpdateMethod."""
 
     def _choose_buffers(self) -> None:
         """Lets the buffers in `_sent` travel."""

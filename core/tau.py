@@ -1,6 +1,6 @@
-"""Chooses tau from times measured during training: the fewest local steps that hide an all-reduce.
+"""When a round ends: after a given tau, or after one that is chosen from times measured during training.
 
-With fragments auto, an all-reduce that takes longer than LATE local steps is cut into as many parts. tau then leaves
+The chosen tau is the fewest local steps that hide an all-reduce. With fragments auto, an all-reduce that takes longer than LATE local steps is cut into as many parts. tau then leaves
 little more time than the link needs, because parts are fresh wherever they arrive in a round. Two more choices follow
 from the same times. With compression auto, TauTuner tests whether a format with more bytes per element is as fast. With
 delay auto, it sets after how many local steps a worker waits for an average.
@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import log
-from .hooks import Hook, HookedMethod, ReductionInfo, SyncSchedule
+from .errors import UserError, log
+from .hooks import Hook, HookedMethod, ReductionInfo
 from .stats import RoundStats, ready
 
 CALIBRATION_TAU = 2  # local steps per round until the first times; 4 took longer to a loss that falls fast
@@ -34,6 +34,43 @@ MOST = 8  # fragments at most
 CUT_MARGIN = 0.15  # with several fragments, the local steps exceed the round's all-reduces by this share
 VOTED = 3  # on nodes, further local steps of a round, for the votes of its fragments (groups.Votes)
 FLOAT32 = {"float32": 4.0}  # format -> bytes per element
+
+
+class SyncSchedule:
+    """Decides when a round ends, and when an average that has arrived is merged in mid-round.
+
+    Args:
+        tau: Local steps per round, or a function from a round's number to them.
+        delay: See CO2Config.
+
+    Attributes:
+        tau: Local steps of the current round.
+        fragments: In how many fragments the next round's all-reduces follow each other. None if that stays as it is.
+    """
+
+    tau: int
+    fragments: int | None = None
+
+    def __init__(self, tau: Any, delay: int | str = "boundary"):
+        self._given, self.delay = tau, delay
+        self.begin(0)
+
+    def begin(self, number: int) -> None:
+        """Round `number` begins, counted from 0."""
+        tau: Any = self._given(number) if callable(self._given) else self._given
+        if not isinstance(tau, int) or tau < 1:
+            raise UserError(f"tau={tau!r}: give a whole number of local steps, 1 or more")
+        self.tau = tau
+
+    def go_on(self, tau: int) -> None:
+        """A checkpoint in mid-round was loaded, in a round that had begun with `tau`. A given tau replaces it."""
+
+    def merges(self, method: HookedMethod) -> bool:
+        """Whether to merge the average in flight after this local step, which ends no round."""
+        if self.delay != "auto":
+            return method.late == self.delay
+        arrived = method.allreduce.arrived()
+        return arrived if method.share is None else method.share.has_arrived(arrived)
 
 
 @dataclass(frozen=True)
@@ -359,7 +396,7 @@ class AdaptiveTau(SyncSchedule, Hook):
     def __init__(self, tau: int | str | Callable[[int], Any], delay: int | str, tuner: TauTuner):
         self.tuner, self.chooses = tuner, tuner.given is None
         self.decision: TauDecision | None = None
-        self._decided: TauDecision | None = None  # takes effect at the end of the round
+        self._decided: TauDecision | None = None  # takes effect when the next round begins
         self._timed: list[bool] = []  # elastic: at each place, whether the last sums had a worker's times
         self._logged: int | None = None  # the last wait in the log
         super().__init__(tau, delay)
@@ -387,9 +424,6 @@ class AdaptiveTau(SyncSchedule, Hook):
             return
         self._decided = self.tuner.receive(self.method.rounds, step, allreduce, *others)
 
-    def on_round_end(self) -> None:
-        self.decision, self._decided = self._decided, None
-
     def state_dict(self) -> Any:
         return self.tuner.state_dict() | {"places": self.method.allreduce.places, "timed": self._timed}
 
@@ -406,6 +440,7 @@ class AdaptiveTau(SyncSchedule, Hook):
         return self.tuner.fragments if self.tuner.cuts else None
 
     def begin(self, number: int) -> None:
+        self.decision, self._decided = self._decided, None
         self._log(number)
         if self.chooses:
             self.tau = self.tuner.tau

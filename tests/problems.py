@@ -17,7 +17,7 @@ from core import CO2, CO2Config, UserError, make_method
 from core.buckets import Scalars, make_buckets
 from core.comm import AsyncAllReduce, Reducer
 from core.config import CompressionConfig
-from core.hooks import SyncSchedule
+from core.tau import SyncSchedule
 from core.testing import run_distributed
 from core.testing.reference import Reference
 

@@ -140,8 +140,7 @@ class ElasticCO2(CO2):
         self._start_allreduce(finished=False)
         if self.config.delay == 0:
             self._merge()
-        self._begin_round(self.rounds)
-        self.sync_schedule.begin(self.rounds)  # the sender's state was of a closing round
+        self._begin_round()  # the sender's state was of a closing round
 
     def _start_allreduce(self, *, finished: bool) -> None:
         """Does what CO2 does. Before, it forms a new generation if a worker has left, or if newcomers may join."""
