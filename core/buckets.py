@@ -53,7 +53,6 @@ class Bucket:
         values: View of flat: the values of the buffers that travel, next to the scalars.
         scalars: View of flat: the scalars.
         start, end: Where values begin and end in flat.
-        is_whole: Whether all buffers travel, so that flat does.
         payload_views, buffer_views: Views of payload and values in the shapes of the tensors.
         numbers, buffer_ends: The place of each buffer that travels among `given`, and its end in values, [buffers].
         first_values: All buffers' values at the last `begin`, 1-d in the order of `given`. `first` has only the values
@@ -102,7 +101,6 @@ class Bucket:
             return
         self.travelling, self.buffers = chosen, [self.given[i] for i in chosen]
         self.start = self.end - sum(b.numel() for b in self.buffers)
-        self.is_whole = self.start == self.padded
         self.rest, self.values = self.flat[self.start :], self.flat[self.start : self.end]
         self.buffer_views = views(self.values, self.buffers)
         if len(chosen) == len(self.given):
@@ -116,9 +114,9 @@ class Bucket:
             )
         self.buffer_ends = sizes.cumsum(0)
 
-    def sent(self, flat: Tensor) -> list[Tensor]:
-        """Returns the parts of `flat`, or of a copy of it, that travel: one, or two if some buffers do not travel."""
-        return [flat] if self.is_whole else [flat[: self.padded], flat[self.start :]]
+    def sent(self) -> list[Tensor]:
+        """Returns the parts of `flat` that travel: one, or two if some buffers do not travel."""
+        return [self.flat] if self.start == self.padded else [self.flat[: self.padded], self.rest]
 
     @torch.no_grad()
     def flat_buffers(self) -> Tensor:
@@ -160,7 +158,7 @@ class BucketShare:
 
     def __init__(self, bucket: Bucket, flat: Tensor, numel: int, params: Sequence[Tensor], scalars: int | None = None):
         self._bucket, self.flat, self.numel, self.params = bucket, flat, numel, params
-        self.payload, self.scalars, self.is_whole = flat[:numel], bucket.scalars[:scalars], False
+        self.payload, self.scalars = flat[:numel], bucket.scalars[:scalars]
         self._has_buffers = scalars is None
 
     @property
@@ -171,15 +169,15 @@ class BucketShare:
     def rest(self) -> Tensor:
         return self._bucket.rest if self._has_buffers else self.scalars
 
-    def sent(self, flat: Tensor) -> list[Tensor]:
+    def sent(self) -> list[Tensor]:
         """Returns what travels in float32.
 
         A share that is a whole payload travels in one tensor with the buffers and scalars behind it, as without nodes.
         gloo adds more than two numbers in an order that depends on their place in the tensor.
         """
-        if self._has_buffers and len(flat) == self._bucket.padded == self._bucket.start:
+        if self._has_buffers and len(self.flat) == self._bucket.padded == self._bucket.start:
             return [self._bucket.flat]
-        return [flat, self.rest]
+        return [self.flat, self.rest]
 
 
 def make_buckets(

@@ -64,7 +64,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
 from .buckets import all_finite, is_dtensor, local_shard, tensors_of, unique
-from .comm import Reducer, all_reduce
+from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
 from .errors import UserError
 from .groups import Holders, groups_of, of_all, refuse_fsdp, refuse_shards
@@ -174,7 +174,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self.in_paper_order = c.merge != "keep_local" and c.is_a_round_late
         if c.outer_momentum == 0 and c.gap == "none" and schedule is None:
             self._unsaved = ("outer_momentum",)  # step 5 multiplies m_{t-1} by 0
-        self._make_reducer = built.get("reducer", all_reduce)
+        self._make_reducer = built.get("reducer", Reducer)
         if self.share is not None:
             return
         # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters. Checksums compare x between the

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import outer
 from .buckets import Bucket, BucketShare, Scalars, tensors_of
-from .comm import AsyncAllReduce, Reducer, all_reduce
+from .comm import AsyncAllReduce, Reducer
 from .compression.formats import BLOCK, BLOCK_BYTES, NarrowFormat, UniformFormat
 from .compression.lgreco.choices import LGrecoConfig, parse
 from .errors import UserError, env_number, is_number, is_whole, require
@@ -526,7 +526,7 @@ def _reducer(
     """Returns the function that makes the Reducer."""
 
     def make(buckets: Sequence[Bucket | BucketShare], scalars: Scalars, allreduce: AsyncAllReduce) -> Reducer:
-        plain = all_reduce(buckets, scalars, allreduce, owned=owned)
+        plain = Reducer(buckets, scalars, allreduce, owned=owned)
         if compression.format == "float32":
             return plain
         return compression.reducer(buckets, scalars, allreduce.rank, allreduce.world_size, owned=owned, plain=plain)

@@ -37,7 +37,7 @@ from .buckets import (
     tensors_of,
     unique,
 )
-from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
+from .comm import AsyncAllReduce, Reducer, Stage, send_first
 from .errors import UserError
 from .hooks import Hook, ReductionInfo, SyncSchedule, check_hooks
 from .nodes import Node
@@ -165,7 +165,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         sync_schedule: SyncSchedule,
         buffers: Iterable[Tensor] = (),
         allreduce: Callable[[torch.device], AsyncAllReduce] = AsyncAllReduce,
-        reducer: Callable[[Sequence[Bucket | BucketShare], Scalars, AsyncAllReduce], Reducer] = all_reduce,
+        reducer: Callable[[Sequence[Bucket | BucketShare], Scalars, AsyncAllReduce], Reducer] = Reducer,
         hooks: Sequence[Hook] = (),
         share: Share | None = None,
     ):
