@@ -5,17 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import itertools
 import mmap
 import sys
 import weakref
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 # one kernel for many tensors, as in torch's optimizers
@@ -23,7 +20,7 @@ from torch import _foreach_copy_ as copy_each  # pyright: ignore[reportPrivateIm
 from torch import _foreach_zero_ as zero_each  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parameter import is_lazy
 
-from .errors import UserError, env_number
+from .errors import UserError
 from .stats import read_blocks
 
 if TYPE_CHECKING:
@@ -546,89 +543,6 @@ def refuse_inference_mode() -> None:
         raise UserError(
             "made under torch.inference_mode(), a method could not train later: make it outside of that block"
         )
-
-
-def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Raises UserError for the first tensor that cannot be averaged.
-
-    `given` are the user's parameters, `params` the trained ones with DTensors' local shards.
-    """
-    if not params:
-        raise UserError("no parameter requires a gradient: nothing to train")
-    if not any(p.numel() for p in given if p.requires_grad):  # a DTensor counts all of its shards
-        raise UserError("no parameter has an element: nothing to train")
-    if params[0].device.type == "mps":
-        raise UserError("parameters on mps, which has no float64 for the sums of the outer step: move the model to cpu")
-    for p in params:
-        if not p.is_floating_point():
-            raise UserError(
-                f"a parameter of dtype {p.dtype}: only floating point can be averaged; give "
-                "torch.view_as_real(parameter) of a complex one, or requires_grad_(False) to leave it as it is"
-            )
-        if p.layout != torch.strided or p.is_nested:
-            raise UserError(
-                f"a parameter of layout {p.layout}, shape {list(p.shape)}: only dense ones can be averaged; call "
-                "to_dense(), or requires_grad_(False) to leave it as it is"
-            )
-    for t in [*params, *buffers]:
-        if t.is_inference():
-            raise UserError(
-                f"a tensor of shape {list(t.shape)} was made under torch.inference_mode() and cannot be written to: "
-                "clone() it outside"
-            )
-        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-            raise UserError(
-                f"a tensor of shape {tuple(t.shape)} is expanded, so several elements share memory: give it memory of "
-                "its own, as clone() does"
-            )
-    refuse_shared_storage(params)
-    if (b := overlapping(buffers, params)) is not None:
-        raise UserError(
-            f"buffers: a tensor of shape {tuple(b.shape)} shares its memory with a parameter, which its average would "
-            "overwrite: give model.buffers(), without parameters"
-        )
-
-
-def check_group() -> None:
-    """Raises UserError if several workers were started and torch.distributed is not initialized."""
-    if (workers := env_number("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        raise UserError(
-            f"WORLD_SIZE={workers}, but torch.distributed is not initialized: this worker would train alone; call "
-            "init_process_group first"
-        )
-
-
-def refuse_shared_storage(params: Sequence[Tensor]) -> None:
-    """Raises UserError if two parameters overlap in memory: every boundary would update them twice."""
-    spans: dict[int, list[tuple[int, int]]] = {}
-    for p in (p for p in params if p.numel()):
-        last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-        if last + 1 == p.numel():  # other layouts, such as columns of one matrix, may interleave
-            start = int(p.storage_offset())
-            spans.setdefault(p.untyped_storage().data_ptr(), []).append((start, start + last))
-    for found in spans.values():
-        found.sort()
-        if any(following[0] <= one[1] for one, following in itertools.pairwise(found)):
-            raise UserError(
-                "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
-            )
-
-
-def overlapping(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor | None:
-    """Returns the first tensor whose memory overlaps with a tensor of `others`, or None."""
-    spans = sorted(_span(t) for t in others if t.numel())
-    for t in tensors:
-        device, start, end = _span(t)
-        before = bisect_left(spans, (device, end, 0)) - 1  # the last that starts before this one ends
-        if t.numel() and before >= 0 and spans[before][0] == device and spans[before][2] > start:
-            return t
-    return None
-
-
-def _span(t: Tensor) -> tuple[str, int, int]:
-    """Returns the tensor's device, and its first and last address."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return str(t.device), t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def on_device(flag: Tensor, device: torch.device) -> Tensor:

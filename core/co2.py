@@ -67,7 +67,8 @@ from .buckets import all_finite, is_dtensor, local_shard, tensors_of, unique
 from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
 from .errors import UserError
-from .groups import Holders, groups_of, of_all, refuse_fsdp, refuse_shards
+from .groups import Holders, groups_of, of_all
+from .guards.inputs import refuse_fsdp, refuse_shards
 from .guards.workers import OutlierFilter
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node

@@ -18,9 +18,10 @@ from .comm import AsyncAllReduce, Reducer
 from .compression.formats import BLOCK, BLOCK_BYTES, NarrowFormat, UniformFormat
 from .compression.lgreco.choices import LGrecoConfig, parse
 from .errors import UserError, env_number, is_number, is_whole, require
-from .groups import backend_for, check_names, refuse_shards
+from .groups import backend_for, check_names
 from .guards import failure
 from .guards.extra import ExtraAverage, Given
+from .guards.inputs import refuse_shards
 from .guards.usage import UsageChecks
 from .guards.workers import OutlierFilter, ReplicaChecksum
 from .hooks import Hook, MasterWeightSync, SyncSchedule

@@ -177,6 +177,13 @@ class Hook:
     compared = ""
     method: HookedMethod
 
+    def check_inputs(self, given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """A method is about to be made of the parameters `given`. `params` are the trained ones' local tensors.
+
+        Raises:
+            UserError: For a tensor that cannot be averaged.
+        """
+
     def attach(self, method: HookedMethod) -> None:
         """The method is made, or starts anew from its parameters or from a checkpoint."""
         self.method = method

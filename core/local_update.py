@@ -23,8 +23,6 @@ from .buckets import (
     Scalars,
     State,
     as_real,
-    check_group,
-    check_inputs,
     copy,
     copy_where,
     has_changed,
@@ -181,10 +179,9 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self._given_buffers = {i: b for i, b in enumerate(others) if has_mean(b)}
         self._buffers = [as_real(local_shard(b)) for b in self._given_buffers.values()]
         self._broadcast_once = [local_shard(t) for t in (*given, *others)]
-        check_inputs(given, self.params, self._buffers)
+        for check_inputs in self._calls("check_inputs"):
+            check_inputs(given, self.params, self._buffers)
         self.allreduce = allreduce(self._device)
-        if self.allreduce.places == 1:
-            check_group()
         sizes = dict(OWN_SCALARS)
         if self._buffers and not self.node.separate:  # pipeline stages have different buffers, and send all
             sizes[CHANGED] = len(self._buffers)
