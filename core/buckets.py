@@ -5,17 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import itertools
 import mmap
 import sys
 import weakref
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 # one kernel for many tensors, as in torch's optimizers
@@ -23,7 +20,7 @@ from torch import _foreach_copy_ as copy_each  # pyright: ignore[reportPrivateIm
 from torch import _foreach_zero_ as zero_each  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parameter import is_lazy
 
-from .errors import UserError, env_number
+from .errors import UserError
 from .stats import read_blocks
 
 if TYPE_CHECKING:
@@ -53,7 +50,6 @@ class Bucket:
         values: View of flat: the values of the buffers that travel, next to the scalars.
         scalars: View of flat: the scalars.
         start, end: Where values begin and end in flat.
-        is_whole: Whether all buffers travel, so that flat does.
         payload_views, buffer_views: Views of payload and values in the shapes of the tensors.
         numbers, buffer_ends: The place of each buffer that travels among `given`, and its end in values, [buffers].
         first_values: All buffers' values at the last `begin`, 1-d in the order of `given`. `first` has only the values
@@ -102,7 +98,6 @@ class Bucket:
             return
         self.travelling, self.buffers = chosen, [self.given[i] for i in chosen]
         self.start = self.end - sum(b.numel() for b in self.buffers)
-        self.is_whole = self.start == self.padded
         self.rest, self.values = self.flat[self.start :], self.flat[self.start : self.end]
         self.buffer_views = views(self.values, self.buffers)
         if len(chosen) == len(self.given):
@@ -116,9 +111,9 @@ class Bucket:
             )
         self.buffer_ends = sizes.cumsum(0)
 
-    def sent(self, flat: Tensor) -> list[Tensor]:
-        """Returns the parts of `flat`, or of a copy of it, that travel: one, or two if some buffers do not travel."""
-        return [flat] if self.is_whole else [flat[: self.padded], flat[self.start :]]
+    def sent(self) -> list[Tensor]:
+        """Returns the parts of `flat` that travel: one, or two if some buffers do not travel."""
+        return [self.flat] if self.start == self.padded else [self.flat[: self.padded], self.rest]
 
     @torch.no_grad()
     def flat_buffers(self) -> Tensor:
@@ -160,7 +155,7 @@ class BucketShare:
 
     def __init__(self, bucket: Bucket, flat: Tensor, numel: int, params: Sequence[Tensor], scalars: int | None = None):
         self._bucket, self.flat, self.numel, self.params = bucket, flat, numel, params
-        self.payload, self.scalars, self.is_whole = flat[:numel], bucket.scalars[:scalars], False
+        self.payload, self.scalars = flat[:numel], bucket.scalars[:scalars]
         self._has_buffers = scalars is None
 
     @property
@@ -171,15 +166,15 @@ class BucketShare:
     def rest(self) -> Tensor:
         return self._bucket.rest if self._has_buffers else self.scalars
 
-    def sent(self, flat: Tensor) -> list[Tensor]:
+    def sent(self) -> list[Tensor]:
         """Returns what travels in float32.
 
         A share that is a whole payload travels in one tensor with the buffers and scalars behind it, as without nodes.
         gloo adds more than two numbers in an order that depends on their place in the tensor.
         """
-        if self._has_buffers and len(flat) == self._bucket.padded == self._bucket.start:
+        if self._has_buffers and len(self.flat) == self._bucket.padded == self._bucket.start:
             return [self._bucket.flat]
-        return [flat, self.rest]
+        return [self.flat, self.rest]
 
 
 def make_buckets(
@@ -548,89 +543,6 @@ def refuse_inference_mode() -> None:
         raise UserError(
             "made under torch.inference_mode(), a method could not train later: make it outside of that block"
         )
-
-
-def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Raises UserError for the first tensor that cannot be averaged.
-
-    `given` are the user's parameters, `params` the trained ones with DTensors' local shards.
-    """
-    if not params:
-        raise UserError("no parameter requires a gradient: nothing to train")
-    if not any(p.numel() for p in given if p.requires_grad):  # a DTensor counts all of its shards
-        raise UserError("no parameter has an element: nothing to train")
-    if params[0].device.type == "mps":
-        raise UserError("parameters on mps, which has no float64 for the sums of the outer step: move the model to cpu")
-    for p in params:
-        if not p.is_floating_point():
-            raise UserError(
-                f"a parameter of dtype {p.dtype}: only floating point can be averaged; give "
-                "torch.view_as_real(parameter) of a complex one, or requires_grad_(False) to leave it as it is"
-            )
-        if p.layout != torch.strided or p.is_nested:
-            raise UserError(
-                f"a parameter of layout {p.layout}, shape {list(p.shape)}: only dense ones can be averaged; call "
-                "to_dense(), or requires_grad_(False) to leave it as it is"
-            )
-    for t in [*params, *buffers]:
-        if t.is_inference():
-            raise UserError(
-                f"a tensor of shape {list(t.shape)} was made under torch.inference_mode() and cannot be written to: "
-                "clone() it outside"
-            )
-        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-            raise UserError(
-                f"a tensor of shape {tuple(t.shape)} is expanded, so several elements share memory: give it memory of "
-                "its own, as clone() does"
-            )
-    refuse_shared_storage(params)
-    if (b := overlapping(buffers, params)) is not None:
-        raise UserError(
-            f"buffers: a tensor of shape {tuple(b.shape)} shares its memory with a parameter, which its average would "
-            "overwrite: give model.buffers(), without parameters"
-        )
-
-
-def check_group() -> None:
-    """Raises UserError if several workers were started and torch.distributed is not initialized."""
-    if (workers := env_number("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        raise UserError(
-            f"WORLD_SIZE={workers}, but torch.distributed is not initialized: this worker would train alone; call "
-            "init_process_group first"
-        )
-
-
-def refuse_shared_storage(params: Sequence[Tensor]) -> None:
-    """Raises UserError if two parameters overlap in memory: every boundary would update them twice."""
-    spans: dict[int, list[tuple[int, int]]] = {}
-    for p in (p for p in params if p.numel()):
-        last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-        if last + 1 == p.numel():  # other layouts, such as columns of one matrix, may interleave
-            start = int(p.storage_offset())
-            spans.setdefault(p.untyped_storage().data_ptr(), []).append((start, start + last))
-    for found in spans.values():
-        found.sort()
-        if any(following[0] <= one[1] for one, following in itertools.pairwise(found)):
-            raise UserError(
-                "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
-            )
-
-
-def overlapping(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor | None:
-    """Returns the first tensor whose memory overlaps with a tensor of `others`, or None."""
-    spans = sorted(_span(t) for t in others if t.numel())
-    for t in tensors:
-        device, start, end = _span(t)
-        before = bisect_left(spans, (device, end, 0)) - 1  # the last that starts before this one ends
-        if t.numel() and before >= 0 and spans[before][0] == device and spans[before][2] > start:
-            return t
-    return None
-
-
-def _span(t: Tensor) -> tuple[str, int, int]:
-    """Returns the tensor's device, and its first and last address."""
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return str(t.device), t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def on_device(flag: Tensor, device: torch.device) -> Tensor:

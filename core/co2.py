@@ -64,11 +64,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
 from .buckets import all_finite, is_dtensor, local_shard, tensors_of, unique
-from .comm import Reducer, all_reduce
+from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
 from .errors import UserError
-from .groups import Holders, groups_of, of_all, refuse_fsdp, refuse_shards
-from .hooks import Judge
+from .groups import Holders, groups_of, of_all
+from .hooks import GUARDS, Judge
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
 from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices_of
@@ -134,12 +134,12 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if inner is not None and dist.get_world_size(inner) == 1 and not split:
             inner = None  # a node of one rank is a worker that holds the whole model
         if inner is None and not (shard or offload or shards):
-            refuse_shards(params, args.get("group"))
+            GUARDS.refuse_shards(params, args.get("group"))
             c.compression.check(params, args.get("group"))
             return self._build(params, c, schedule, **build_args(c, args, schedule))
         if not params:
             raise UserError("no parameter is given: nothing to train; each pipeline stage needs one")
-        refuse_fsdp(params, args.get("group"))
+        GUARDS.refuse_fsdp(params, args.get("group"))
         held = isinstance(shards, Mapping)
         check_share(c := c.uncut() if shard or held else c, shard=shard, split=split, held=held)
         built, timeout = build_args(c, args, schedule, owned=shard), args.get("timeout", 600.0)
@@ -174,7 +174,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self.in_paper_order = c.merge != "keep_local" and c.is_a_round_late
         if c.outer_momentum == 0 and c.gap == "none" and schedule is None:
             self._unsaved = ("outer_momentum",)  # step 5 multiplies m_{t-1} by 0
-        self._make_reducer = built.get("reducer", all_reduce)
+        self._make_reducer = built.get("reducer", Reducer)
         if self.share is not None:
             return
         # x_{t,0} and m_t, one flat tensor per bucket, float32 for 16-bit parameters. Checksums compare x between the

@@ -470,14 +470,15 @@ def _without_traceback(error: Exception) -> Exception:
 
 
 class Reducer:
-    """Reduces the flat tensors over the workers, in stages. This class sums each of them in one stage.
+    """Reduces the buckets' flat tensors over the workers, in stages. This class sums them in their own precision.
 
     Compressed reducers derive from it.
 
     Args:
-        flats: 1-d tensors. The sums replace the values.
-        world_size: Number of workers.
-        buckets: The buckets of these tensors, which say what travels. None means all of it.
+        buckets: The buckets or parts of them. The sums replace their values.
+        scalars: The numbers in the first bucket. Not used here.
+        allreduce: Runs the stages.
+        owned: Whether each worker gets only the sums of the part of each payload that it owns.
 
     Attributes:
         kind: Its name in checkpoints.
@@ -488,8 +489,15 @@ class Reducer:
 
     kind, changes = "float32", False
 
-    def __init__(self, flats: Sequence[Tensor], world_size: int, buckets: Sequence[Bucket | BucketShare] = ()):
-        self.flats, self.scale, self._of = flats, 1 / world_size, buckets
+    def __init__(
+        self,
+        buckets: Sequence[Bucket | BucketShare],
+        scalars: Scalars,  # noqa: ARG002
+        allreduce: AsyncAllReduce,
+        *,
+        owned: bool = False,
+    ):
+        self._buckets, self._owned, self.scale = buckets, owned, 1 / allreduce.world_size
         self.state: dict[str, list[Tensor]] = {}
 
     def become(self, kind: str) -> None:
@@ -500,28 +508,18 @@ class Reducer:
 
         The generator keeps no reference to the group, which is None for one worker.
         """
-        for i in range(len(self.flats)):
+        if self._owned and group is not None:
+            yield sum_flats([bucket.rest for bucket in self._buckets], group)
+            for bucket in self._buckets:
+                yield from sum_parts(bucket.flat, group)
+            return
+        for i in range(len(self._buckets)):
             yield from self.of_bucket(i, group, number, i)
 
     def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:  # noqa: ARG002
         """Yields the stages of bucket `i` alone, after `turn` other buckets of this all-reduce."""
         if group is not None:
-            flat, bucket = self.flats[i], self._of[i] if self._of else None
-            yield sum_flats([flat] if bucket is None or bucket.is_whole else bucket.sent(flat), group)
-
-
-class ScatterReducer(Reducer):
-    """Sums the shares with a reduce-scatter, so that each worker gets the sum of the part that it owns.
-
-    Args:
-        flats, world_size, buckets: See Reducer.
-    """
-
-    def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        if group is not None:
-            yield sum_flats([bucket.rest for bucket in self._of], group)
-            for flat in self.flats:
-                yield from sum_parts(flat, group)
+            yield sum_flats(self._buckets[i].sent(), group)
 
 
 def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
@@ -543,13 +541,6 @@ def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
         assert work is not None
         yield [work], round((n - 1) / n * mine.nbytes)
         columns[rank].copy_(theirs.sum(0))
-
-
-def all_reduce(
-    buckets: Sequence[Bucket | BucketShare], scalars: Scalars, allreduce: AsyncAllReduce, *, owned: bool = False
-) -> Reducer:
-    """Makes the Reducer that sums each bucket's flat tensor in its own precision, for all workers or for the owners."""
-    return (ScatterReducer if owned else Reducer)([b.flat for b in buckets], allreduce.world_size, buckets)
 
 
 class Through:

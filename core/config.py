@@ -16,7 +16,7 @@ from . import outer
 from .comm import AsyncAllReduce, Link
 from .compression.config import CompressionConfig
 from .errors import UserError, env_number, is_number, is_whole, require
-from .groups import check_names, refuse_shards
+from .groups import check_names
 from .hooks import GUARDS, Hook
 from .outer import Merge
 from .tau import AdaptiveTau, SyncSchedule, TauTuner
@@ -384,9 +384,9 @@ def build_args(
     return {
         "sync_schedule": sync_schedule,
         "buffers": args.get("buffers", ()),
-        "allreduce": functools.partial(allreduce or AsyncAllReduce, failures=GUARDS["failures"], **of_group),
+        "allreduce": functools.partial(allreduce or AsyncAllReduce, failures=GUARDS.failure, **of_group),
         "reducer": functools.partial(c.compression.make_reducer, owned=owned),
-        "hooks": GUARDS["make_hooks"](c.outlier, choosing, args),
+        "hooks": GUARDS.make_hooks(c.outlier, choosing, args),
     }
 
 
@@ -407,7 +407,7 @@ def build_args_of_other(
     params: Sequence[Tensor], c: CO2Config, args: CommonArgs, *, overlap: bool = True
 ) -> dict[str, Any]:
     """Does build_args for a method that uses only tau, tau_max and compression of CO2's settings."""
-    refuse_shards(params, args.get("group"))
+    GUARDS.refuse_shards(params, args.get("group"))
     c.compression.check_given()
     c.compression.check(params, args.get("group"))
     return build_args(c, args, overlap=overlap)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import json
 import os
-import socket
-import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -281,18 +278,6 @@ def local_world_size(env: Mapping[str, str] = os.environ) -> int:
     return first
 
 
-def check_env(env: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError if workers cannot meet with the rank, the port or the interfaces of this environment."""
-    number, world = env_number("RANK", 0, env), env_number("WORLD_SIZE", 1, env, least=1)
-    if number >= world:
-        raise UserError(f"RANK={number} with WORLD_SIZE={world}: ranks are 0 to {world - 1}; start with torchrun")
-    env_number("MASTER_PORT", 29500, env, least=1, most=65535)
-    here = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, env.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name not in here:
-            raise UserError(f"GLOO_SOCKET_IFNAME={name}: not of {', '.join(here)}: set one of these, or unset it")
-
-
 def check_mesh(mesh: DeviceMesh) -> None:
     """Raises UserError unless the mesh has two dimensions."""
     if not hasattr(mesh, "ndim"):
@@ -404,59 +389,3 @@ class Votes:
             return False
         work.wait()
         return bool(self._all)
-
-
-FSDP = "torch.distributed.fsdp", "FullyShardedDataParallel"
-
-
-def refuse_shards(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Raises UserError if a model is sharded over the method's workers, as DTensors or by FullyShardedDataParallel.
-
-    They would average different shards. A group of None means all workers.
-    """
-    for p in filter(is_dtensor, params):
-        for dim, placement in enumerate(p.placements):
-            over = _workers(group) & _ranks(p.device_mesh.get_group(dim))
-            if len(over) > 1 and not placement.is_replicate():
-                raise UserError(_shards_message("a DTensor (fully_shard)", over))
-    refuse_fsdp(params, group)
-
-
-def refuse_fsdp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Does refuse_shards only for FullyShardedDataParallel, for CO2 on a mesh, which supports DTensors."""
-    workers, ours = _workers(group), {id(p) for p in params}
-    for module in _instances(_imported(*FSDP)) if len(workers) > 1 else ():
-        over = workers & _ranks(module.process_group)
-        shards = "NO_SHARD" not in str(module.sharding_strategy)
-        if len(over) > 1 and shards and any(id(p) in ours for p in module.parameters()):
-            raise UserError(_shards_message("FullyShardedDataParallel", over))
-
-
-def _shards_message(what: str, over: set[int]) -> str:
-    return (
-        f"{what} shards the parameters over ranks {sorted(over)}, which are this method's workers: different "
-        "shards would be averaged; give the method the whole model, or shard it inside nodes and give CO2 mesh="
-    )
-
-
-def _imported(module: str, name: str) -> Any:
-    """Returns a class if its module was imported. Otherwise None, because no object of it can exist."""
-    return getattr(sys.modules.get(module), name, None)
-
-
-def _instances(*kinds: Any) -> Iterator[Any]:
-    """Yields all objects of these classes and of their subclasses."""
-    known = [kind for kind in kinds if kind is not None]
-    for kind in known:
-        known += [derived for derived in kind.__subclasses__() if derived not in known]
-    return (o for o in (gc.get_referrers(*known) if known else ()) if type(o) in known)
-
-
-def _workers(group: dist.ProcessGroup | None) -> set[int]:
-    """The ranks of the group, none without torch.distributed."""
-    return set(dist.get_process_group_ranks(group or dist.group.WORLD)) if dist.is_initialized() else set()
-
-
-def _ranks(group: dist.ProcessGroup | None) -> set[int]:
-    """Returns a group's ranks, none for no group or a destroyed one."""
-    return set(dist.get_process_group_ranks(group)) if group is not None and is_alive(group) else set()

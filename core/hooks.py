@@ -7,6 +7,7 @@ all-reduce. No hook makes the host wait for a GPU. guards/ has the hooks that wa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -178,6 +179,13 @@ class Hook:
     compared = ""
     method: HookedMethod
 
+    def check_inputs(self, given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """A method is about to be made of the parameters `given`. `params` are the trained ones' local tensors.
+
+        Raises:
+            UserError: For a tensor that cannot be averaged.
+        """
+
     def attach(self, method: HookedMethod) -> None:
         """The method is made, or starts anew from its parameters or from a checkpoint."""
         self.method = method
@@ -253,9 +261,9 @@ class Judge(Hook):
         raise NotImplementedError
 
 
-GUARDS: dict[str, Any] = {}
+GUARDS: Any = SimpleNamespace()
 """What core/guards registers when `core` is imported, because the root imports no guard: `make_hooks` makes the hooks
-of every method, and `failures` finds which rank has failed (see AsyncAllReduce)."""
+of every method, `failure` finds which rank has failed, `refuse_shards` and `refuse_fsdp` raise for sharded models."""
 
 
 def check_hooks(hooks: Sequence[Any], taken: Iterable[str]) -> None:

@@ -23,8 +23,6 @@ from .buckets import (
     Scalars,
     State,
     as_real,
-    check_group,
-    check_inputs,
     copy,
     copy_where,
     has_changed,
@@ -37,7 +35,7 @@ from .buckets import (
     tensors_of,
     unique,
 )
-from .comm import AsyncAllReduce, Reducer, Stage, all_reduce, send_first
+from .comm import AsyncAllReduce, Reducer, Stage, send_first
 from .errors import UserError
 from .hooks import Hook, ReductionInfo, check_hooks
 from .nodes import Node
@@ -166,7 +164,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         sync_schedule: SyncSchedule,
         buffers: Iterable[Tensor] = (),
         allreduce: Callable[[torch.device], AsyncAllReduce] = AsyncAllReduce,
-        reducer: Callable[[Sequence[Bucket | BucketShare], Scalars, AsyncAllReduce], Reducer] = all_reduce,
+        reducer: Callable[[Sequence[Bucket | BucketShare], Scalars, AsyncAllReduce], Reducer] = Reducer,
         hooks: Sequence[Hook] = (),
         share: Share | None = None,
     ):
@@ -182,10 +180,9 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self._given_buffers = {i: b for i, b in enumerate(others) if has_mean(b)}
         self._buffers = [as_real(local_shard(b)) for b in self._given_buffers.values()]
         self._broadcast_once = [local_shard(t) for t in (*given, *others)]
-        check_inputs(given, self.params, self._buffers)
+        for check_inputs in self._calls("check_inputs"):
+            check_inputs(given, self.params, self._buffers)
         self.allreduce = allreduce(self._device)
-        if self.allreduce.places == 1:
-            check_group()
         sizes = dict(OWN_SCALARS)
         if self._buffers and not self.node.separate:  # pipeline stages have different buffers, and send all
             sizes[CHANGED] = len(self._buffers)

@@ -1,9 +1,10 @@
 """When a round ends: after a given tau, or after one that is chosen from times measured during training.
 
-The chosen tau is the fewest local steps that hide an all-reduce. With fragments auto, an all-reduce that takes longer than LATE local steps is cut into as many parts. tau then leaves
-little more time than the link needs, because parts are fresh wherever they arrive in a round. Two more choices follow
-from the same times. With compression auto, TauTuner tests whether a format with more bytes per element is as fast. With
-delay auto, it sets after how many local steps a worker waits for an average.
+The chosen tau is the fewest local steps that hide an all-reduce. With fragments auto, an all-reduce that takes longer
+than LATE local steps is cut into as many parts. tau then leaves little more time than the link needs, because parts are
+fresh wherever they arrive in a round. Two more choices follow from the same times. With compression auto, TauTuner
+tests whether a format with more bytes per element is as fast. With delay auto, it sets after how many local steps a
+worker waits for an average.
 """
 
 from __future__ import annotations

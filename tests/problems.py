@@ -71,7 +71,7 @@ class Mean:
         self.allreduce = AsyncAllReduce(self.buckets[0].flat.device, **options)
         workers = self.allreduce.rank, self.allreduce.world_size
         self.reducer = reducer(self.buckets, self.scalars, *workers) if reducer else None
-        self.reducer = self.reducer or Reducer([b.flat for b in self.buckets], self.allreduce.world_size)
+        self.reducer = self.reducer or Reducer(self.buckets, self.scalars, self.allreduce)
         self.done, self.close = self.allreduce.done, self.allreduce.close
 
     def launch(self) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..buckets import Scalars
-from ..comm import AsyncAllReduce, Reducer, all_reduce
+from ..comm import AsyncAllReduce, Reducer
 from ..errors import UserError
 from ..groups import backend_for
 from .formats import BLOCK, BLOCK_BYTES, NarrowFormat, UniformFormat
@@ -98,7 +98,7 @@ class CompressionConfig:
 
         With `owned`, each worker gets only the average of the part that it owns.
         """
-        plain = all_reduce(buckets, scalars, allreduce, owned=owned)
+        plain = Reducer(buckets, scalars, allreduce, owned=owned)
         if self.format == "float32":
             return plain
         return self.reducer(buckets, scalars, allreduce.rank, allreduce.world_size, owned=owned, plain=plain)

@@ -25,8 +25,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from ..comm import set_timeout
 from ..errors import CollectiveError, UserError, env_number
-from ..groups import WORLD, check_env
+from ..groups import WORLD
 from ..guards.failure import ANSWERS_WITHIN, read_line
+from ..guards.inputs import check_env
 from .etcd import ANSWER_WITHIN, EtcdStore
 from .sealed import SECRET, SealedStore
 

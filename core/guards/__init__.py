@@ -7,6 +7,7 @@ from ..buckets import tensors_of
 from ..hooks import GUARDS, Hook, MasterWeightSync
 from . import failure
 from .extra import ExtraAverage
+from .inputs import refuse_fsdp, refuse_shards
 from .usage import UsageChecks
 from .workers import OutlierFilter, ReplicaChecksum
 
@@ -27,4 +28,4 @@ def make_hooks(outlier: float | None, choosing: Sequence[Hook], args: Mapping[st
     return [*hooks, UsageChecks(masters)]
 
 
-GUARDS.update(make_hooks=make_hooks, failures=failure)
+vars(GUARDS).update(make_hooks=make_hooks, failure=failure, refuse_fsdp=refuse_fsdp, refuse_shards=refuse_shards)

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buckets import copy, is_dtensor, local_shard, overlapping, unique, views, writes
+from ..buckets import copy, is_dtensor, local_shard, unique, views, writes
 from ..comm import Stage, sum_flats
 from ..errors import UserError
 from ..groups import compare, of_all
 from ..hooks import Hook, HookedMethod
+from .inputs import overlapping
 
 Tensors = Iterable[Tensor] | nn.Module
 Given = Tensors | Callable[[], Tensors]

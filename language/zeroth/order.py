@@ -35,11 +35,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.buckets import check_group, check_inputs, is_dtensor
+from core.buckets import is_dtensor
 from core.comm import Link
 from core.errors import CollectiveError, DivergedError, UserError, is_number, require
 from core.groups import broadcast, compare, leave_group, new_group
 from core.guards import failure
+from core.guards.inputs import check_group, check_inputs
 from core.hooks import Requests
 from core.local_update import Loop
 from core.stats import RoundStats

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from bench.cluster import hold_port
 from core import UserError, testing
-from core.groups import check_env
+from core.guards.inputs import check_env
 from core.testing import run_distributed
 from tests.runs import logged, summary
 from tests.scripts import fork_script

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from core.errors import UserError, env_number
-from core.groups import check_env, host_group, local_world_size, of_all
+from core.groups import host_group, local_world_size, of_all
 from core.guards import failure
+from core.guards.inputs import check_env
 from core.nodes import node_mesh
 from core.testing.link import ThrottledLink
 

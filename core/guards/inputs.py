@@ -1,0 +1,161 @@
+"""Refuses what no method can average: tensors, sharded models, and workers that cannot meet."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import socket
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buckets import is_dtensor
+from ..errors import UserError, env_number
+from ..groups import is_alive
+
+
+def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+    """Raises UserError for the first tensor that cannot be averaged.
+
+    `given` are the user's parameters, `params` the trained ones with DTensors' local shards.
+    """
+    if not params:
+        raise UserError("no parameter requires a gradient: nothing to train")
+    if not any(p.numel() for p in given if p.requires_grad):  # a DTensor counts all of its shards
+        raise UserError("no parameter has an element: nothing to train")
+    if params[0].device.type == "mps":
+        raise UserError("parameters on mps, which has no float64 for the sums of the outer step: move the model to cpu")
+    for p in params:
+        if not p.is_floating_point():
+            raise UserError(
+                f"a parameter of dtype {p.dtype}: only floating point can be averaged; give "
+                "torch.view_as_real(parameter) of a complex one, or requires_grad_(False) to leave it as it is"
+            )
+        if p.layout != torch.strided or p.is_nested:
+            raise UserError(
+                f"a parameter of layout {p.layout}, shape {list(p.shape)}: only dense ones can be averaged; call "
+                "to_dense(), or requires_grad_(False) to leave it as it is"
+            )
+    for t in [*params, *buffers]:
+        if t.is_inference():
+            raise UserError(
+                f"a tensor of shape {list(t.shape)} was made under torch.inference_mode() and cannot be written to: "
+                "clone() it outside"
+            )
+        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+            raise UserError(
+                f"a tensor of shape {tuple(t.shape)} is expanded, so several elements share memory: give it memory of "
+                "its own, as clone() does"
+            )
+    refuse_shared_storage(params)
+    if (b := overlapping(buffers, params)) is not None:
+        raise UserError(
+            f"buffers: a tensor of shape {tuple(b.shape)} shares its memory with a parameter, which its average would "
+            "overwrite: give model.buffers(), without parameters"
+        )
+
+
+def check_group() -> None:
+    """Raises UserError if several workers were started and torch.distributed is not initialized."""
+    if (workers := env_number("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+        raise UserError(
+            f"WORLD_SIZE={workers}, but torch.distributed is not initialized: this worker would train alone; call "
+            "init_process_group first"
+        )
+
+
+def refuse_shared_storage(params: Sequence[Tensor]) -> None:
+    """Raises UserError if two parameters overlap in memory: every boundary would update them twice."""
+    spans = sorted((*_span(p), p.nbytes) for p in params if p.numel())
+    # other layouts, such as columns of one matrix, may interleave
+    dense = [span for *span, nbytes in spans if span[2] - span[1] == nbytes]
+    if any(one[0] == following[0] and following[1] < one[2] for one, following in itertools.pairwise(dense)):
+        raise UserError(
+            "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
+        )
+
+
+def overlapping(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor | None:
+    """Returns the first tensor whose memory overlaps with a tensor of `others`, or None."""
+    spans = sorted(_span(t) for t in others if t.numel())
+    for t in tensors:
+        device, start, end = _span(t)
+        before = bisect_left(spans, (device, end, 0)) - 1  # the last that starts before this one ends
+        if t.numel() and before >= 0 and spans[before][0] == device and spans[before][2] > start:
+            return t
+    return None
+
+
+def _span(t: Tensor) -> tuple[str, int, int]:
+    """Returns the tensor's device, and its first and last address."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return str(t.device), t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def check_env(env: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError if workers cannot meet with the rank, the port or the interfaces of this environment."""
+    number, world = env_number("RANK", 0, env), env_number("WORLD_SIZE", 1, env, least=1)
+    if number >= world:
+        raise UserError(f"RANK={number} with WORLD_SIZE={world}: ranks are 0 to {world - 1}; start with torchrun")
+    env_number("MASTER_PORT", 29500, env, least=1, most=65535)
+    here = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, env.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in here:
+            raise UserError(f"GLOO_SOCKET_IFNAME={name}: not of {', '.join(here)}: set one of these, or unset it")
+
+
+FSDP = "torch.distributed.fsdp", "FullyShardedDataParallel"
+
+
+def refuse_shards(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Raises UserError if a model is sharded over the method's workers, as DTensors or by FullyShardedDataParallel.
+
+    They would average different shards. A group of None means all workers.
+    """
+    for p in filter(is_dtensor, params):
+        for dim, placement in enumerate(p.placements):
+            over = _ranks(group or dist.group.WORLD) & _ranks(p.device_mesh.get_group(dim))
+            if len(over) > 1 and not placement.is_replicate():
+                raise UserError(_shards_message("a DTensor (fully_shard)", over))
+    refuse_fsdp(params, group)
+
+
+def refuse_fsdp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Does refuse_shards only for FullyShardedDataParallel, for CO2 on a mesh, which supports DTensors."""
+    workers, ours = _ranks(group or dist.group.WORLD), {id(p) for p in params}
+    for module in _instances(_imported(*FSDP)) if len(workers) > 1 else ():
+        over = workers & _ranks(module.process_group)
+        shards = "NO_SHARD" not in str(module.sharding_strategy)
+        if len(over) > 1 and shards and any(id(p) in ours for p in module.parameters()):
+            raise UserError(_shards_message("FullyShardedDataParallel", over))
+
+
+def _shards_message(what: str, over: set[int]) -> str:
+    return (
+        f"{what} shards the parameters over ranks {sorted(over)}, which are this method's workers: different "
+        "shards would be averaged; give the method the whole model, or shard it inside nodes and give CO2 mesh="
+    )
+
+
+def _imported(module: str, name: str) -> Any:
+    """Returns a class if its module was imported. Otherwise None, because no object of it can exist."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _instances(*kinds: Any) -> Iterator[Any]:
+    """Yields all objects of these classes and of their subclasses."""
+    known = [kind for kind in kinds if kind is not None]
+    for kind in known:
+        known += [derived for derived in kind.__subclasses__() if derived not in known]
+    return (o for o in (gc.get_referrers(*known) if known else ()) if type(o) in known)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> set[int]:
+    """Returns a group's ranks, none for no group or a destroyed one."""
+    return set(dist.get_process_group_ranks(group)) if group is not None and is_alive(group) else set()
