@@ -401,13 +401,3 @@ def tuner_for(c: CO2Config, workers: int) -> TauTuner | None:
     if given is not None and len(formats) == 1 and not cuts and (c.delay != "auto" or workers == 1):
         return None
     return TauTuner(c.tau_max, c.tau_margin, formats, given=given, cuts=cuts)
-
-
-def build_args_of_other(
-    params: Sequence[Tensor], c: CO2Config, args: CommonArgs, *, overlap: bool = True
-) -> dict[str, Any]:
-    """Does build_args for a method that uses only tau, tau_max and compression of CO2's settings."""
-    GUARDS.refuse_shards(params, args.get("group"))
-    c.compression.check_given()
-    c.compression.check(params, args.get("group"))
-    return build_args(c, args, overlap=overlap)

@@ -17,7 +17,6 @@ from .buckets import (
     Bucket,
     Scalars,
     State,
-    copy,
     local_shard,
     same_values,
     views,
@@ -411,27 +410,3 @@ class Snapshot(Hook):
 
     def after_allreduce(self) -> None:
         self.hand_over()
-
-
-class MasterWeightSync(Hook):
-    """Copies averaged float32 master weights to the 16-bit model that they belong to.
-
-    Args:
-        model_params: The model's parameters, in the order of their masters.
-    """
-
-    def __init__(self, model_params: Iterable[Tensor]):
-        self.model_params = [local_shard(p) for p in model_params]
-
-    def attach(self, method: HookedMethod) -> None:
-        super().attach(method)
-        given, masters = [p.shape for p in self.model_params], [p.shape for p in method.params]
-        if given != masters:
-            raise UserError(
-                f"{len(given)} model_params for {len(masters)} parameters: give one of each shape, in their order"
-            )
-        self.after_param_update(at_boundary=True)
-
-    @torch.no_grad()
-    def after_param_update(self, *, at_boundary: bool) -> None:
-        copy(self.model_params, self.method.params)

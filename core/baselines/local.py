@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack
 
@@ -14,10 +14,20 @@ from torch import Tensor
 
 from ..buckets import copy, copy_where, rescale, tensors_of, views
 from ..co2 import CO2
-from ..config import LARGE, CO2Config, CommonArgs, CompressionConfig, build_args_of_other, is_number, of_kind
-from ..errors import UserError
+from ..compression.config import CompressionConfig
+from ..config import LARGE, CO2Config, CommonArgs, build_args, of_kind
+from ..errors import UserError, is_number
+from ..guards.inputs import refuse_shards
 from ..local_update import LocalUpdateMethod
 from ..outer import carried
+
+
+def args_of(params: Sequence[Tensor], c: CO2Config, args: CommonArgs, *, overlap: bool = True) -> dict[str, Any]:
+    """Does build_args for a method that uses only tau, tau_max and compression of CO2's settings."""
+    refuse_shards(params, args.get("group"))
+    c.compression.check_given()
+    c.compression.check(params, args.get("group"))
+    return build_args(c, args, overlap=overlap)
 
 
 class Blocking(LocalUpdateMethod):
@@ -44,9 +54,7 @@ class Blocking(LocalUpdateMethod):
         **args: Unpack[CommonArgs],
     ):
         shared = CO2Config(tau=tau, compression=compression or CompressionConfig())
-        super().__init__(
-            given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args, overlap=False)
-        )
+        super().__init__(given := tensors_of(params, "parameters"), **args_of(given, shared, args, overlap=False))
         if self._keeps_anchors or shared.compression.format != "float32":
             self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
 
@@ -224,7 +232,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
     ):
         self.config = of_kind(config, OverlapLocalConfig, "config")
         shared = CO2Config(tau=tau, tau_max=tau_max, compression=compression or CompressionConfig())
-        super().__init__(given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args))
+        super().__init__(given := tensors_of(params, "parameters"), **args_of(given, shared, args))
         self._z = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
         self._v = self.state.new("anchor_momentum")
         self._starts_near_anchor = True

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..buckets import tensors_of
-from ..hooks import GUARDS, Hook, MasterWeightSync
+from ..hooks import GUARDS, Hook
 from . import failure
-from .extra import ExtraAverage
+from .extra import ExtraAverage, MasterWeightSync
 from .inputs import refuse_fsdp, refuse_shards
 from .usage import UsageChecks
 from .workers import OutlierFilter, ReplicaChecksum

@@ -1,4 +1,4 @@
-"""Averages at finish() and sync_for_eval() of tensors that are evaluated but not trained, such as an EMA model's."""
+"""Tensors besides the trained ones: averages of an EMA model's and others, and copies of master weights in 16 bits."""
 
 from __future__ import annotations
 
@@ -153,6 +153,30 @@ class ExtraAverage(Hook):
                 f"average: a tensor of shape {tuple(t.shape)} shares its memory with the parameters or buffers "
                 f"that {self.method.name} averages already: leave it out"
             )
+
+
+class MasterWeightSync(Hook):
+    """Copies averaged float32 master weights to the 16-bit model that they belong to.
+
+    Args:
+        model_params: The model's parameters, in the order of their masters.
+    """
+
+    def __init__(self, model_params: Iterable[Tensor]):
+        self.model_params = [local_shard(p) for p in model_params]
+
+    def attach(self, method: HookedMethod) -> None:
+        super().attach(method)
+        given, masters = [p.shape for p in self.model_params], [p.shape for p in method.params]
+        if given != masters:
+            raise UserError(
+                f"{len(given)} model_params for {len(masters)} parameters: give one of each shape, in their order"
+            )
+        self.after_param_update(at_boundary=True)
+
+    @torch.no_grad()
+    def after_param_update(self, *, at_boundary: bool) -> None:
+        copy(self.model_params, self.method.params)
 
 
 def tensors_of(given: Given) -> list[Tensor]:
