@@ -151,8 +151,6 @@ class CO2(LocalUpdateMethod, SharedMethod):
             built["allreduce"] = functools.partial(built["allreduce"], backend="gloo")
         node = Node(params, buffers, inner, shards, timeout=timeout, device=device, backend=backend)
         node.agree((self.name, asdict(c), shards is not False, shard, offload))
-        # the ranks of a node are excluded together
-        self.worker_label = "rank" if inner is None else "the node of rank"
         share = Share(node, shard=shard, offload=offload, unit=c.compression.block)
         self._build(params, c, schedule, share=share, **built)
         share.attach(self, timeout, inner)
@@ -262,7 +260,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """Merges the average in flight if it is due after this local step. Starts the next fragment if that is due."""
         if self.in_paper_order:
             return
-        if self.allreduce.in_flight and self.sync_schedule.merges(self):
+        if self.allreduce.in_flight and self.sync_schedule.merges(self, self._late):
             self._merge_early(at_boundary=False)
         following, count = self.fragment_index + 1, len(self.fragments)
         if following >= count or self.local_steps < max(1, following * self.tau // count):
@@ -275,7 +273,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
     @torch.no_grad()
     def _start_next(self) -> None:
         """Merges the fragment in flight, if any, and starts the next one."""
-        with self.clock.early_merge(self.late if self.allreduce.in_flight else 0):
+        with self.clock.early_merge(self._late if self.allreduce.in_flight else 0):
             if self.allreduce.in_flight:
                 self._merge()
                 self._params_updated(at_boundary=False)
@@ -322,7 +320,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
     @torch.no_grad()
     def _merge_early(self, *, at_boundary: bool) -> None:
         """Merges the average in flight before the end of the round, or at a boundary before an evaluation."""
-        with self.clock.early_merge(self.late):
+        with self.clock.early_merge(self._late):
             self._merge()
             if not at_boundary:
                 self._params_updated(at_boundary=False)
@@ -394,7 +392,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
     def _start_fragment(self, i: int, *, finished: bool = False) -> None:
         """Step 3 of a fragment that carries neither buffers nor hooks' scalars."""
         self._enter(i)
-        fragment, steps = self.fragments[i], self.late
+        fragment, steps = self.fragments[i], self._late
         idle = finished and not steps
         if idle and self.share is None:
             self._restart(of=fragment)  # p + (x - snapshot) may have been rounded
@@ -422,7 +420,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
         return [fragment.reducer for fragment in self.fragments] or [self.reducer]
 
     @property
-    def late(self) -> int:
+    def _late(self) -> int:
+        """Local steps since the last all-reduce started."""
         return self.local_steps + (self._now.lag if self.is_cut else 0)
 
     def _local_state(self) -> dict[str, Any]:

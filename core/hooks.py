@@ -51,7 +51,6 @@ class HookedMethod:
     """The part of a LocalUpdateMethod that hooks read. Lists of flat tensors have one per bucket."""
 
     name = ""  # for messages
-    worker_label = "rank"  # what messages call a worker, before its number
     allreduce: AsyncAllReduce  # the workers' group, and the all-reduce in flight
     node: Node  # the ranks that hold one model together: one, if each process holds the whole model
     trained: list[Tensor]  # the parameters that require a gradient, as given
@@ -118,11 +117,6 @@ class HookedMethod:
         """Whether this process prints what concerns all workers."""
         return self.allreduce.rank == 0 and self.node.rank == 0
 
-    @property
-    def late(self) -> int:
-        """Local steps since the last all-reduce started."""
-        return self.local_steps
-
     def numbered_buffers(self) -> list[tuple[int, Tensor]]:
         """Returns the averaged buffers as given, each with its index in `buffers`, in the order of the buckets."""
         numbered = {id(b): pair for b, pair in zip(self._buffers, self._given_buffers.items(), strict=True)}
@@ -167,8 +161,7 @@ class Hook:
         per_worker_scalars: The same, with a place for each worker.
         alike: Tensors that start as on the first worker.
         compared: A description that must be equal on all workers. "" for none.
-        method: The method that calls this hook. A hook may read what HookedMethod lists. A training loop needs none of
-            these names, and they may change.
+        method: The method that calls this hook. A hook may read what HookedMethod lists (docs/loop.md).
     """
 
     name = ""

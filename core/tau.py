@@ -66,10 +66,10 @@ class SyncSchedule:
     def go_on(self, tau: int) -> None:
         """A checkpoint in mid-round was loaded, in a round that had begun with `tau`. A given tau replaces it."""
 
-    def merges(self, method: HookedMethod) -> bool:
-        """Whether to merge the average in flight after this local step, which ends no round."""
+    def merges(self, method: HookedMethod, late: int) -> bool:
+        """Whether to merge the average in flight, `late` local steps after its all-reduce started, in mid-round."""
         if self.delay != "auto":
-            return method.late == self.delay
+            return late == self.delay
         arrived = method.allreduce.arrived()
         return arrived if method.share is None else method.share.has_arrived(arrived)
 
@@ -464,6 +464,6 @@ class AdaptiveTau(SyncSchedule, Hook):
         if self.chooses:
             self.tau = tau
 
-    def merges(self, method: HookedMethod) -> bool:
-        due = self.delay == "auto" and not method.is_cut and method.local_steps == self.tuner.needed
-        return due or super().merges(method)
+    def merges(self, method: HookedMethod, late: int) -> bool:
+        due = self.delay == "auto" and not method.is_cut and late == self.tuner.needed
+        return due or super().merges(method, late)

@@ -57,7 +57,8 @@ class OutlierFilter(Judge):
         group, places = method.allreduce.group, method.allreduce.places
         ranks = dist.get_process_group_ranks(group) if group is not None else []
         ranks = ranks if len(ranks) == places else range(places)  # elastic workers have a place each, also if some left
-        self.names = [f"{method.worker_label} {rank}" for rank in ranks]
+        label = "rank" if method.node.group is None else "the node of rank"  # a node's ranks are excluded together
+        self.names = [f"{label} {rank}" for rank in ranks]
         self.state = torch.zeros(3, dtype=torch.float64, device=method.allreduce.device)
         self.verdict = torch.zeros((), dtype=torch.float64, device=method.allreduce.device)
         self._verdicts, self._square = method.scalars["excluded"].view(-1), method.scalars["squares"]
