@@ -141,7 +141,9 @@ class CO2(LocalUpdateMethod, SharedMethod):
             raise UserError("no parameter is given: nothing to train; each pipeline stage needs one")
         GUARDS.refuse_fsdp(params, args.get("group"))
         held = isinstance(shards, Mapping)
-        check_share(c := c.uncut() if shard or held else c, shard=shard, split=split, held=held)
+        if (shard or held) and c.fragments == "auto":
+            c = replace(c, fragments=1)
+        check_share(c, shard=shard, split=split, held=held)
         built, timeout = build_args(c, args, schedule, owned=shard), args.get("timeout", 600.0)
         buffers = built["buffers"] = unique(tensors_of(built["buffers"], "buffers"))
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)

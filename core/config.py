@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,7 +73,6 @@ class CO2Config:
     """How averages are compressed, also with local, overlap_local and slowmo. ddp has ddp_compression."""
 
     is_named: ClassVar[bool] = False  # whether paper() or make_method() has made it
-    expected_workers: ClassVar[int | None] = None  # as given to recommended()
 
     def __post_init__(self) -> None:
         lasts = is_whole(self.tau) or self.tau == "auto"
@@ -178,14 +176,6 @@ class CO2Config:
         """Whether the number of fragments is chosen from measured times."""
         return self.fragments == "auto" and self.merge == "keep_local" and self.delay == "auto"
 
-    def uncut(self) -> CO2Config:
-        """Returns these settings where fragments auto means 1."""
-        if self.fragments != "auto":
-            return self
-        whole = copy.copy(self)
-        object.__setattr__(whole, "fragments", 1)
-        return whole
-
     @classmethod
     def paper(cls, tau: int | Literal["auto"] = 48, **settings: Any) -> CO2Config:
         """Returns our reading of the paper's rule: averages arrive a whole round late, with the staleness gap penalty.
@@ -202,13 +192,7 @@ class CO2Config:
         return named(cls(tau=tau, **rule | settings))
 
     @classmethod
-    def recommended(
-        cls,
-        workers: int | None = None,
-        steps: int | None = None,
-        *,
-        tau: int | Literal["auto"] = "auto",
-    ) -> CO2Config:
+    def recommended(cls, *, steps: int | None = None, tau: int | Literal["auto"] = "auto") -> CO2Config:
         """Returns the settings that our measurements support in place of the paper's (results/loss.md).
 
         An average is merged when it arrives, with keep_local and without a penalty, because little is stale then. If an
@@ -219,24 +203,18 @@ class CO2Config:
         tau 2.
 
         Args:
-            workers: Leave it out. No setting depends on it, and CO2 warns if it is not the number of its workers. On a
-                mesh, a worker is a node.
             steps: Local steps of the whole run, if known. With tau auto, the run then has at least twenty rounds.
             tau: Local steps per round. auto chooses from measured times.
         """
-        for name, given in (("workers", workers), ("steps", steps)):
-            if given is not None and not is_whole(given):
-                raise UserError(f"{name}={given!r}: give their number, 1 or more")
+        if steps is not None and not is_whole(steps):
+            raise UserError(f"steps={steps!r}: give their number, 1 or more")
         if steps is not None and isinstance(tau, int) and tau > steps:
             raise UserError(f"tau={tau} with steps={steps}: no round would end in the run; give a smaller tau")
         tau_max = 192 if steps is None else min(192, max(1, steps // 20))  # at least twenty rounds
         many_long_rounds = isinstance(tau, int) and tau >= 24 and steps is not None and steps >= 80 * tau
         momentum = 0.3 if many_long_rounds else 0.0
         late: dict[str, Any] = {"gap": "none", "merge": "keep_local", "delay": "auto", "outer_momentum": momentum}
-        late["fragments"] = "auto"
-        config = cls(tau=tau, tau_max=tau_max, compression=CompressionConfig("auto"), **late)
-        object.__setattr__(config, "expected_workers", workers)
-        return config
+        return cls(tau=tau, tau_max=tau_max, fragments="auto", compression=CompressionConfig("auto"), **late)
 
 
 Schedule = Callable[[int], Mapping[str, Any]]
@@ -292,19 +270,14 @@ def named(config: CO2Config) -> CO2Config:
 def named_rule(config: CO2Config | None) -> CO2Config:
     """Returns the config or the default. Warns if all settings but tau are the defaults, and the rule was not named."""
     c = of_kind(config, CO2Config, "config")
-    if not c.is_named and c == CO2Config(c.tau):
-        _warn_user(
+    if not c.is_named and c == CO2Config(c.tau) and not (dist.is_initialized() and dist.get_rank()):
+        warnings.warn(
             f"CO2Config(tau={c.tau!r}) with nothing else is our reading of the paper's rule. On short runs its loss is "
             f"higher than with CO2Config.recommended(steps=N, tau={c.tau!r}). Use that, or CO2Config.paper(tau="
-            f"{c.tau!r}) for the paper's rule without this warning"
+            f"{c.tau!r}) for the paper's rule without this warning",
+            stacklevel=3,
         )
     return c
-
-
-def _warn_user(text: str) -> None:
-    """Warns on rank 0, at the line that makes the method."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        warnings.warn(text, stacklevel=4)
 
 
 def of_kind(given: Any, kind: type[Config], name: str) -> Config:
@@ -370,11 +343,6 @@ def build_args(
     workers = dist.get_world_size(group) if dist.is_initialized() else 1
     if allreduce is not None:  # elastic workers have not met, and come and go
         workers = env_number("WORLD_SIZE", 1)
-    elif c.expected_workers not in (None, workers):
-        _warn_user(
-            f"CO2Config.recommended(workers={c.expected_workers}), and {workers} average here: give it neither that "
-            "number nor steps in its place, as recommended(steps=N); on a mesh a worker is a node"
-        )
     tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
     tuner = tuner_for(c, workers)
     sync_schedule = SyncSchedule(tau, c.delay) if tuner is None else AdaptiveTau(tau, c.delay, tuner)

@@ -9,7 +9,7 @@ from typing import Any
 
 GPUS = 8  # in each node of the paper's clusters
 METHODS = ("ddp", "local", "overlap_local", "slowmo", "co2")
-# what CO2Config.recommended(workers, tau=...) changes in our reading of the paper's rule
+# what CO2Config.recommended(tau=...) changes in our reading of the paper's rule
 RECOMMENDED = {"co2.merge": "keep_local", "co2.gap": "none", "co2.delay": "auto", "co2.outer_momentum": 0.0}
 RECOMMENDED |= {"co2.compression.format": "auto"}
 

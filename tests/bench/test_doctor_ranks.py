@@ -24,7 +24,7 @@ from core.doctor.report import choose
 CPU = torch.device("cpu")
 
 def settings(wire):
-    return replace(CO2Config.recommended(2), compression=CompressionConfig(wire))
+    return replace(CO2Config.recommended(), compression=CompressionConfig(wire))
 
 def doctor(params, step, wire):
     found = links([[0], [1]], CPU)

@@ -44,7 +44,7 @@ def floats(model: nn.Module) -> Tensor:
 
 METHODS: dict[str, Callable[..., Any]] = {
     "CO2": lambda params, **more: CO2(params, CO2Config.paper(2), **more),
-    "CO2 recommended": lambda params, **more: CO2(params, CO2Config.recommended(2, tau=2), **more),
+    "CO2 recommended": lambda params, **more: CO2(params, CO2Config.recommended(tau=2), **more),
     "CO2 merged later": lambda params, **more: CO2(
         params, CO2Config(tau=2, merge="keep_local", delay=1, gap="none", outer_momentum=0.0), **more
     ),
@@ -147,7 +147,7 @@ def uneven(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
     model = net(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    co2 = CO2([*model.parameters(), frozen], CO2Config.recommended(2, tau=2), average=partial(momenta, optimizer))
+    co2 = CO2([*model.parameters(), frozen], CO2Config.recommended(tau=2), average=partial(momenta, optimizer))
     co2.finish()  # no worker has taken a step: there is nothing to average
     found = []
     for steps in (3 + 4 * rank, 2):

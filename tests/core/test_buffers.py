@@ -64,7 +64,7 @@ def make(kind: str, net: nn.Module) -> Any:
     return {
         "co2": lambda: CO2(params, CO2Config(tau=2), **given),
         "keep_local": lambda: CO2(params, CO2Config(tau=2, merge="keep_local", outer_momentum=0.0), **given),
-        "int4": lambda: CO2(params, CO2Config.recommended(3, 100, tau=2), **given),
+        "int4": lambda: CO2(params, CO2Config.recommended(steps=100, tau=2), **given),
         "diloco": lambda: DiLoCo(params, 2, **given),
         "local": lambda: LocalSGD(params, 2, **given),
         "slowmo": lambda: SlowMo(params, 2, **given),

@@ -368,9 +368,8 @@ def test_merges_run_in_the_fast_pass_and_only_keep_local_holds_another_copy():
         )
 
 
-@pytest.mark.parametrize("workers", [1, 65])
-def test_what_is_recommended_is_accepted(workers: int):
-    config = CO2Config.recommended(workers, steps=480)
+def test_what_is_recommended_is_accepted():
+    config = CO2Config.recommended(steps=480)
     assert (config.outer_momentum, config.tau, config.tau_max) == (0, "auto", 24)
     assert replace(config, tau=24).tau == 24
     CO2([nn.Parameter(torch.ones(2))], config).finish()

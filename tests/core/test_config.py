@@ -45,7 +45,7 @@ def test_a_config_with_tau_alone_is_told_which_rule_it_is():
 
 
 def test_a_config_that_names_its_rule_is_told_nothing():
-    named = [CO2Config.paper(6), CO2Config.recommended(1, 100, tau=6), CO2Config(6, gap="norm")]
+    named = [CO2Config.paper(6), CO2Config.recommended(steps=100, tau=6), CO2Config(6, gap="norm")]
     named += [CO2Config(6, outer_momentum=0.2), *copy.deepcopy(named)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -54,7 +54,7 @@ def test_a_config_that_names_its_rule_is_told_nothing():
         make_method("co2", nn.Linear(2, 2), co2=CO2Config(6))  # as a train script does
     assert CO2Config.paper(6) == CO2Config(6) and CO2Config.paper() == CO2Config()
     assert CO2Config.paper(6, outer_momentum=0.2, gap="norm") == CO2Config(6, outer_momentum=0.2, gap="norm")
-    assert CO2Config.recommended(40, 100, tau=6) == replace(CO2Config.recommended(40, 100), tau=6)
+    assert CO2Config.recommended(steps=100, tau=6) == replace(CO2Config.recommended(steps=100), tau=6)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_config_that_names_its_rule_is_told_nothing():
     [(24, 1920, 0.3), (24, 1919, 0.0), (23, 10_000, 0.0), (24, None, 0.0), ("auto", 10_000, 0.0), (48, 3840, 0.3)],
 )
 def test_many_long_rounds_have_outer_momentum(tau: Any, steps: int | None, momentum: float):
-    assert CO2Config.recommended(4, steps, tau=tau).outer_momentum == momentum
+    assert CO2Config.recommended(steps=steps, tau=tau).outer_momentum == momentum
 
 
 def test_a_hook_goes_along_with_one_method():
@@ -216,7 +216,7 @@ REFUSED: list[Any] = [
     (lambda: CO2(params(), schedule=lambda n: {"gap": "norm"}), "the schedule changes gap: only tau, outer_lr"),
     (lambda: CO2(params(), CO2Config("auto"), schedule=lambda n: {"tau": 3}), "give numbers, or only auto"),
     (lambda: CO2(params(), timeout=-1), "timeout=-1: give seconds, above 0"),
-    (lambda: CO2Config.recommended("4"), "workers='4': give their number"),  # pyright: ignore
+    (lambda: CO2Config.recommended(steps="4"), "steps='4': give their number"),  # pyright: ignore
 ]
 """What is built, and parts of the one line that refuses it."""
 

@@ -69,7 +69,7 @@ def seconds(rate: float) -> dict[str, float]:
 
 def test_tau_is_what_the_tuner_says():
     """int4 takes 0.416 s of 1e7 parameters: 4.16 steps of 0.1 s, 15 % and one more; 3 parts take 1.39."""
-    config = CO2Config.recommended(2)
+    config = CO2Config.recommended()
     slow = choose(config, 2, 0.1, seconds(100e6), 0.0)
     assert (slow["tau"], slow["compression"], slow["fragments"], slow["exposed_share"]) == (6, "int4", 3, 0.0)
     assert slow["late"] == pytest.approx(4.16 / 3)

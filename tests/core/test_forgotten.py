@@ -160,7 +160,7 @@ def test_an_average_whose_tensors_are_replaced_is_told():
         assert any("none of the 2 tensors has changed in training" in text for text in told), told
 
 
-@pytest.mark.parametrize("config", [PAPER, CO2Config.recommended(4, 400, tau=2)], ids=["paper", "recommended"])
+@pytest.mark.parametrize("config", [PAPER, CO2Config.recommended(steps=400, tau=2)], ids=["paper", "recommended"])
 @pytest.mark.parametrize("loaded", [True, False])
 def test_best_weights_that_the_end_of_the_block_replaces_are_told(config: CO2Config, loaded: bool):
     model = nn.Linear(40, 20)

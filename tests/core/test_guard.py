@@ -93,7 +93,7 @@ def test_other_methods_and_wires_and_one_that_is_never_well(rank: int):
     for name, config in {
         "overlap_local": CO2Config(tau=3),
         "int8": Settings(tau=3, compression="int8").co2,
-        "auto": CO2Config.recommended(3),
+        "auto": CO2Config.recommended(),
     }.items():
         params = odd_parameters()
         model = nn.ParameterList(params)

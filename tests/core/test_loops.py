@@ -195,7 +195,7 @@ def test_trains_as_in_the_plain_loop(loops: Any):
 
 
 PAPERS = CO2Config(tau=TAU, outer_momentum=0.5)
-KEEP = replace(CO2Config.recommended(2), tau=TAU)
+KEEP = replace(CO2Config.recommended(), tau=TAU)
 NARROW = replace(KEEP, delay=2, compression=CompressionConfig("int4"))
 LATE = replace(KEEP, delay=2)  # merged so many steps after the boundary, where workers therefore differ
 METHODS: dict[str, Callable[..., Any]] = {

@@ -93,7 +93,7 @@ def test_what_is_refused_of_a_mesh_names_all_that_has_to_change(rank: int):
         said = refusal(CO2, model.parameters(), CO2Config.paper(2), mesh=its_mesh)
         assert all(part in said for part in parts), said
     two = cube["dp_replicate", "dp_shard"]
-    for config, its_mesh in ((CO2Config.recommended(32, 400), mesh), (CO2Config.paper(2), two)):
+    for config, its_mesh in ((CO2Config.recommended(steps=400), mesh), (CO2Config.paper(2), two)):
         CO2(model.parameters(), config, mesh=its_mesh).close()
     assert "a mesh of 3 dimensions" in refusal(make_method, "local", model, co2=CO2Config(tau=2), mesh=cube)
     make_method("local", model, co2=CO2Config(tau=2), mesh=two)[1].close()

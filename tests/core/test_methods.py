@@ -299,7 +299,7 @@ def trained(rank: int, world_size: int, names: Sequence[str]) -> dict[str, tuple
     for name in names:
         build = OPTIMIZERS[name]
         model, other = copy.deepcopy(start), copy.deepcopy(start)
-        co2 = CO2(model.parameters(), CO2Config.recommended(world_size, LONG, tau=3))
+        co2 = CO2(model.parameters(), CO2Config.recommended(steps=LONG, tau=3))
         descend(model, build(model), rank, co2.step)
         co2.finish()
         co2.close()

@@ -31,9 +31,7 @@ from tests.problems import flat, refusal
 
 TAU, STEPS = 3, 10
 PAPERS = CO2Config.paper(TAU)
-KEEP = replace(
-    CO2Config.recommended(2), tau=TAU, delay=2, compression=CompressionConfig("int4")
-)  # what no time decides
+KEEP = replace(CO2Config.recommended(), tau=TAU, delay=2, compression=CompressionConfig("int4"))  # what no time decides
 METHODS: dict[str, Callable[..., Any]] = {
     "the paper's": lambda params, model: CO2(params, PAPERS, buffers=model.buffers()),
     "as recommended": lambda params, model: CO2(params, KEEP, buffers=model.buffers()),

@@ -229,7 +229,7 @@ def test_where_a_wide_wire_cannot_be_fresh_it_is_not_tried_and_a_cap_says_what_i
 
 
 def test_the_recommended_settings_choose_the_wire_and_a_given_tau_holds():
-    config = replace(CO2Config.recommended(4), tau=24)
+    config = replace(CO2Config.recommended(), tau=24)
     co2 = CO2([nn.Parameter(torch.zeros(3))], config)
     assert config.compression == CompressionConfig("auto")
     assert co2.tau == 24 and not isinstance(co2.sync_schedule, AdaptiveTau), "one worker has nothing to choose"
@@ -375,7 +375,7 @@ def test_where_means_merge_on_arrival_rounds_close_at_the_same_steps_from_the_fi
 def test_a_run_may_be_saved_before_tau_is_chosen(rank: int):
     """At a boundary; and one that goes on from there."""
     params, other, ends = problems.odd_parameters(), problems.odd_parameters(), list[Tensor]()
-    co2, resumed = (CO2(p, CO2Config.recommended(2)) for p in (params, other))
+    co2, resumed = (CO2(p, CO2Config.recommended()) for p in (params, other))
     for step in range(2 * CALIBRATION_TAU):
         sgd_step(params, rank, step)
         co2.step()
@@ -486,7 +486,7 @@ def test_workers_must_agree_on_the_setting(rank: int):
     ):
         said = problems.refusal(CO2, problems.odd_parameters(), other if rank else AUTO)
         assert said.startswith(f"workers differ: rank 0 has {differs}") and said.endswith("give all workers the same")
-    CO2(problems.odd_parameters(), CO2Config.recommended(2, 400 - rank, tau=4))  # of uneven loaders
+    CO2(problems.odd_parameters(), CO2Config.recommended(steps=400 - rank, tau=4))  # of uneven loaders
 
 
 def test_waits_of_a_worker_without_an_allreduce_do_not_pile_up():
@@ -508,7 +508,7 @@ def test_a_resumed_run_keeps_tau_below_its_own_limit():
 
 def choosing(*, merged: bool) -> CO2:
     """A worker with tau auto after 5 of 20 steps. The round's average has raised tau if it was merged."""
-    co2 = CO2([nn.Parameter(torch.ones(3))], CO2Config.recommended(1, 100_000))
+    co2 = CO2([nn.Parameter(torch.ones(3))], CO2Config.recommended(steps=100_000))
     tuner = co2.hook(AdaptiveTau).tuner
     tuner.tau = 20
     co2.sync_schedule.begin(co2.rounds)
@@ -521,7 +521,7 @@ def choosing(*, merged: bool) -> CO2:
 
 @pytest.mark.parametrize("merged", [True, False])
 def test_a_round_that_is_resumed_ends_alike_on_workers_that_have_merged_and_have_not(merged: bool):
-    resumed = CO2([nn.Parameter(torch.ones(3))], CO2Config.recommended(1, 100_000))
+    resumed = CO2([nn.Parameter(torch.ones(3))], CO2Config.recommended(steps=100_000))
     resumed.load_state_dict(choosing(merged=merged).state_dict())
     assert (resumed.tau, resumed.hook(AdaptiveTau).tuner.tau) == (20, 50 if merged else 20)
 

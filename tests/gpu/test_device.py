@@ -158,7 +158,7 @@ def test_a_method_holds_what_the_dry_run_says(name: str):
     from training.checks import held, size_of
 
     small = replace(gpt2_pydoc_small(), batch_size=2)
-    settings = small.co2 if name == "paper" else replace(CO2Config.recommended(1), tau=small.co2.tau)
+    settings = small.co2 if name == "paper" else replace(CO2Config.recommended(), tau=small.co2.tau)
     recipe = replace(small, co2=settings, recommended=name != "paper")
     with torch.device("meta"):
         said = held(recipe, make_model(recipe, pad=1), 1, 1)

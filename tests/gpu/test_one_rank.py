@@ -154,7 +154,7 @@ def test_statistics_make_no_synchronising_call(name: str):
 
 def test_recommended_settings_make_no_synchronising_call():
     """With delay auto and compression auto, as users get them, once the first rounds have found what to take."""
-    config = replace(CO2Config.recommended(1), tau=4)
+    config = replace(CO2Config.recommended(), tau=4)
     p, method = warmed(lambda p: CO2(p.params, config, buffers=p.buffers), 2 * WARM_UP)
     with synchronisations() as found:
         go(p.params, method, range(WATCHED))

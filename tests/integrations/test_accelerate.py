@@ -43,7 +43,7 @@ def loop(config: CO2Config | None = PAPER, *, seed: int = 0, micro: int = 1, pre
     optimizer, loader = accelerator.prepare(plain.adam(model), data)
     trace: list[Tensor] = []
     with CO2Training(accelerator, model, optimizer, config) as co2:
-        assert co2.config == (config or CO2Config.recommended(accelerator.num_processes))
+        assert co2.config == (config or CO2Config.recommended())
         boundaries = train(accelerator, model, optimizer, loader, co2, trace, **how)
     for tracker in accelerator.trackers:  # end_training() would destroy the process group, too
         tracker.finish()

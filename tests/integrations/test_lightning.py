@@ -259,7 +259,7 @@ def stopping(rank: int, workers: int, folder: str) -> Any:
     early = run(folder, callbacks=[EarlyStopping("val_loss", patience=2, min_delta=9.0)], **asked)
     best = ModelCheckpoint(f"{folder}/best", "{step}", monitor="val_loss")
     recommended = run(folder, None, callbacks=[best], enable_checkpointing=True, **asked)
-    assert recommended["config"] == CO2Config.recommended(workers, 240)
+    assert recommended["config"] == CO2Config.recommended(steps=240)
     return early, recommended
 
 

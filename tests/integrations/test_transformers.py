@@ -237,7 +237,7 @@ def best_and_early(rank: int, workers: int, folder: str) -> Any:
         num_train_epochs=20,
         **{name: asked[name] for name in ("eval_strategy", "eval_steps", "save_strategy", "save_steps")},
     )
-    assert recommended["config"] == CO2Config.recommended(workers, 240)
+    assert recommended["config"] == CO2Config.recommended(steps=240)
     keys = ("evaluated", "end", "steps", "saved")
     return {"stopped": {k: stopped[k] for k in keys}, "recommended": {k: recommended[k] for k in keys}}
 

@@ -103,7 +103,7 @@ def test_its_gpu_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_recommended_settings_go_with_it(monkeypatch: pytest.MonkeyPatch):
     """Compression auto means float32, and the number of fragments follows from measured times."""
     monkeypatch.setenv("WORLD_SIZE", "3")
-    co2 = replace(CO2Config.recommended(4), tau=6)
+    co2 = replace(CO2Config.recommended(), tau=6)
     assert co2.compression.format == "auto" and Recipe(elastic=True, co2=co2).co2 == co2
     method = elastic_co2([nn.Parameter(torch.zeros(2))], co2, members=Members(dist.HashStore(), "0.0"))
     assert method.config == replace(co2, compression=CompressionConfig())

@@ -64,7 +64,7 @@ def test_it_fits_both_clusters(task: str, name: str, monkeypatch: pytest.MonkeyP
 def test_the_recommended_settings_hold_more_than_the_papers(monkeypatch: pytest.MonkeyPatch):
     """The outer iterate, the momentum, what is in flight, what was sent, and two errors of int4: 5 + 1 / workers."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    found = estimate("language", "gpt2_small_owt", 8, co2=CO2Config.recommended(8))
+    found = estimate("language", "gpt2_small_owt", 8, co2=CO2Config.recommended())
     assert found.method / found.parameters == pytest.approx(5.125, rel=1e-3)
     assert "co2 2.4, " in next(checks.lines(found, Recipe()))
 

@@ -43,7 +43,7 @@ def compressed(format: Any, like: str = "int4", **lgreco: Any) -> CO2Config:
     return replace(CO2, compression=CompressionConfig(format, like=like, lgreco=LGrecoConfig(**lgreco)))
 
 
-RECOMMENDED = replace(CO2Config.recommended(2), tau=2)
+RECOMMENDED = replace(CO2Config.recommended(), tau=2)
 SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {"co2": CO2},
     "recommended": {"co2": RECOMMENDED},

@@ -242,7 +242,7 @@ SETTINGS = {
     "slowmo": {"method": "slowmo"},
     "overlap_local": {"method": "overlap_local"},
     "keep_local": {"co2": CO2Config(tau=3, gap="none", merge="keep_local", delay=1)},
-    "recommended": {"co2": replace(CO2Config.recommended(2), tau=3)},
+    "recommended": {"co2": replace(CO2Config.recommended(), tau=3)},
 }
 
 
