@@ -303,7 +303,7 @@ class CommonArgs(TypedDict, total=False):
         group: The workers. None means all.
         timeout: Seconds until a missing worker is an error.
         link: An emulated slow network.
-        hooks: More hooks, such as Requests and Snapshot.
+        hooks: More hooks, such as Requests.
     """
 
     buffers: Iterable[Tensor]

@@ -17,16 +17,14 @@ from .buckets import (
     Bucket,
     Scalars,
     State,
-    local_shard,
     same_values,
     views,
     wipe,
-    zero_each,
 )
 from .comm import AsyncAllReduce, Reducer
 from .errors import UserError
 from .nodes import Node
-from .stats import HostCopy, RoundClock, read_blocks
+from .stats import RoundClock
 
 OneHook = TypeVar("OneHook", bound="Hook")
 
@@ -277,43 +275,6 @@ def check_hooks(hooks: Sequence[Any], taken: Iterable[str]) -> None:
         names |= own
 
 
-def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
-    """Returns a function for a method's `on_excluded` that zeroes an optimizer's state if this worker was excluded.
-
-    An Adam then starts anew: its NaN moments would spoil the next rounds, too. This suits optimizers whose state begins
-    at zero, as torch's do (Adagrad's may begin above). A count of steps in host memory, which Adam has on a GPU unless
-    it is fused or capturable, is reset a few steps later, when the host has the flag. The moments then start once more,
-    because without the bias correction of the first steps, steps would be up to six times as large.
-    """
-    inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's local optimizer
-
-    def numbers() -> list[Tensor]:
-        values = [v for held in inner.state.values() for v in (held.values() if isinstance(held, dict) else [held])]
-        return [local_shard(v) for v in values if isinstance(v, Tensor) and v.is_floating_point()]
-
-    def reset(excluded: Tensor) -> None:
-        found = numbers()
-        there = [v for v in found if _reaches(excluded, v)]
-        wipe(there, excluded)
-        if len(there) < len(found) and isinstance(inner, torch.optim.Optimizer):
-            known = HostCopy(excluded.view(1))
-
-            def before_step(*_: Any) -> None:
-                if known.is_ready():
-                    handle.remove()
-                    if any(known.read()):
-                        zero_each(numbers())
-
-            handle = inner.register_step_pre_hook(before_step)
-
-    return reset
-
-
-def _reaches(flag: Tensor, v: Tensor) -> bool:
-    """Whether `wipe` can change v without the flag's value on the host."""
-    return v.device == flag.device or not read_blocks(flag)
-
-
 class Requests(Hook):
     """Requests that any worker may make for all workers, such as to stop or to save.
 
@@ -374,32 +335,3 @@ class Requests(Hook):
     def receive(self, sums: Sequence[float]) -> None:
         """Receives the sums over the workers, in the order of the names."""
         self._received |= {name for name, total in zip(self.scalars, sums, strict=True) if total > 0.5}
-
-
-class Snapshot(Hook):
-    """Delivers the state at a boundary once the all-reduce in flight has arrived, without waiting for it."""
-
-    def attach(self, method: HookedMethod) -> None:
-        super().attach(method)
-        self._callback: Callable[[dict[str, Any]], None] | None = None
-        self._current: dict[str, Any] = {}  # state that the next local steps change
-
-    def ask(self, callback: Callable[[dict[str, Any]], None]) -> None:
-        """Calls `callback` with this boundary's state_dict(), at the next boundary at the latest.
-
-        Copy parameters and optimizer now. An earlier request is answered first, which waits.
-        """
-        self.hand_over()
-        self._callback, self._current = callback, {"local_steps": self.method.local_steps}
-        if not self.method.allreduce.in_flight:
-            self.hand_over()
-
-    def hand_over(self) -> None:
-        """Waits for the all-reduce in flight, and answers the request, if any."""
-        if self._callback is not None:
-            callback, self._callback = self._callback, None
-            state = self.method.state_dict(alone=True)  # the round's first all-reduce is in flight, on all workers
-            callback({rank: part | self._current for rank, part in state.items()})
-
-    def after_allreduce(self) -> None:
-        self.hand_over()

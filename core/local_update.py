@@ -142,9 +142,9 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         share: This rank's part of the outer state on a node. None means that this process is a worker by itself.
 
     Attributes:
-        on_excluded: Called with a 0-d bool after this worker's update was judged, for the optimizer's state, as
-            hooks.forget returns. On a CPU it is called only if this worker was excluded. The default zeroes the
-            state of torch.optim's optimizers: other libraries' may hold what must not be zero.
+        on_excluded: Called with a 0-d bool after this worker's update was judged, for the optimizer's state. See
+            guards.workers.forget. On a CPU it is called only if this worker was excluded. The default zeroes the state
+            of torch.optim's optimizers: other libraries' may hold what must not be zero.
         _changing: The averaged buffers that some worker has changed since construction, by their places over all
             buckets. Only they are sent. None until the workers know: then all are sent. `_sent` is the same for the
             last all-reduce that started.

@@ -34,6 +34,7 @@ from ..buckets import all_finite, is_dtensor, local_shard
 from ..errors import UserError
 from ..groups import host_group, leave_group, new_group, of_all
 from ..guards import failure as peers
+from ..hooks import Hook, HookedMethod
 from ..local_update import LocalUpdateMethod
 from . import stored
 from .stored import reason
@@ -740,3 +741,32 @@ def _misfit(
         if hasattr(others[name], "load_state_dict") and not isinstance(held, dict):
             return f"has the plain value {held!r:.40} as others[{name!r}]: give a plain value here, too"
     return ""
+
+
+class Snapshot(Hook):
+    """Delivers the state at a boundary once the all-reduce in flight has arrived, without waiting for it."""
+
+    def attach(self, method: HookedMethod) -> None:
+        super().attach(method)
+        self._callback: Callable[[dict[str, Any]], None] | None = None
+        self._current: dict[str, Any] = {}  # state that the next local steps change
+
+    def ask(self, callback: Callable[[dict[str, Any]], None]) -> None:
+        """Calls `callback` with this boundary's state_dict(), at the next boundary at the latest.
+
+        Copy parameters and optimizer now. An earlier request is answered first, which waits.
+        """
+        self.hand_over()
+        self._callback, self._current = callback, {"local_steps": self.method.local_steps}
+        if not self.method.allreduce.in_flight:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Waits for the all-reduce in flight, and answers the request, if any."""
+        if self._callback is not None:
+            callback, self._callback = self._callback, None
+            state = self.method.state_dict(alone=True)  # the round's first all-reduce is in flight, on all workers
+            callback({rank: part | self._current for rank, part in state.items()})
+
+    def after_allreduce(self) -> None:
+        self.hand_over()

@@ -19,9 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..buckets import local_shard, parts_of, views, writes
 from ..errors import UserError
-from ..hooks import Hook, HookedMethod, forget
+from ..hooks import Hook, HookedMethod
 from ..outer import norm
 from .inputs import FSDP, _imported, _instances, _ranks, check_group, check_inputs, refuse_fsdp
+from .workers import forget
 
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
 # Relative to a tensor's norm. Weights that an evaluation swaps out and in come back exactly or nearly. With ROUGHLY a

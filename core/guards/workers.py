@@ -5,17 +5,18 @@ from __future__ import annotations
 import gc
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buckets import first_nonfinite
+from ..buckets import first_nonfinite, local_shard, wipe, zero_each
 from ..errors import DivergedError, UserError, log
 from ..hooks import Hook, HookedMethod, Judge, ReductionInfo
 from ..outer import norm
+from ..stats import HostCopy, read_blocks
 
 VALID, NOT_FINITE, JUMPED, BUFFER = 0, 1, 2, 3  # verdicts; BUFFER + i: buffer i is not finite
 REASONS = {NOT_FINITE: "not finite", JUMPED: "much larger than its usual updates"}
@@ -174,6 +175,43 @@ class OutlierFilter(Judge):
     @torch.no_grad()
     def load_state_dict(self, state: Any) -> None:
         self.state = state.to(self.state.device, copy=True)
+
+
+def forget(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+    """Returns a function for a method's `on_excluded` that zeroes an optimizer's state if this worker was excluded.
+
+    An Adam then starts anew: its NaN moments would spoil the next rounds, too. This suits optimizers whose state begins
+    at zero, as torch's do (Adagrad's may begin above). A count of steps in host memory, which Adam has on a GPU unless
+    it is fused or capturable, is reset a few steps later, when the host has the flag. The moments then start once more,
+    because without the bias correction of the first steps, steps would be up to six times as large.
+    """
+    inner = getattr(optimizer, "optim", optimizer)  # ZeRO-1's local optimizer
+
+    def numbers() -> list[Tensor]:
+        values = [v for held in inner.state.values() for v in (held.values() if isinstance(held, dict) else [held])]
+        return [local_shard(v) for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+
+    def reset(excluded: Tensor) -> None:
+        found = numbers()
+        there = [v for v in found if _reaches(excluded, v)]
+        wipe(there, excluded)
+        if len(there) < len(found) and isinstance(inner, torch.optim.Optimizer):
+            known = HostCopy(excluded.view(1))
+
+            def before_step(*_: Any) -> None:
+                if known.is_ready():
+                    handle.remove()
+                    if any(known.read()):
+                        zero_each(numbers())
+
+            handle = inner.register_step_pre_hook(before_step)
+
+    return reset
+
+
+def _reaches(flag: Tensor, v: Tensor) -> bool:
+    """Whether `wipe` can change v without the flag's value on the host."""
+    return v.device == flag.device or not read_blocks(flag)
 
 
 def described(number: int, buffer: Tensor) -> str:

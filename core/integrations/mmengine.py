@@ -25,7 +25,7 @@ from ..compression.lgreco.choices import LGrecoConfig
 from ..config import CO2Config, CompressionConfig
 from ..errors import UserError
 from ..groups import local_world_size
-from ..hooks import forget
+from ..guards.workers import forget
 from ..nodes import node_mesh
 from ..stats import RoundStats
 from .common import check_mesh, check_model, check_optimizers, config_or_recommended, leave_at_exit, shield

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from core import CO2, CO2Config, make_method
 from core.comm import AsyncAllReduce
 from core.errors import DivergedError
-from core.guards.workers import BUFFER, MAX_REPEATS, WARMUP_ROUNDS, OutlierFilter
-from core.hooks import ReductionInfo, forget
+from core.guards.workers import BUFFER, MAX_REPEATS, WARMUP_ROUNDS, OutlierFilter, forget
+from core.hooks import ReductionInfo
 from core.nodes import node_mesh
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import LR, Settings, bare_co2, flat, gradient, odd_parameters, reference, sgd_step, trace_of
@@ -376,7 +376,7 @@ def test_an_optimiser_that_forgets_begins_anew(name: str):
 def test_a_count_of_steps_in_host_memory_is_reset_as_soon_as_the_host_knows(monkeypatch: pytest.MonkeyPatch):
     """As of Adam on a GPU, whose moments are there and whose count is not. The first steps after it are no larger."""
     known = False
-    monkeypatch.setattr("core.hooks._reaches", lambda flag, v: v.dim() > 0)
+    monkeypatch.setattr("core.guards.workers._reaches", lambda flag, v: v.dim() > 0)
     monkeypatch.setattr("core.stats.HostCopy.is_ready", lambda copy: known)
     p, q, r = (nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(3))
     spoilt, fresh, kept = (torch.optim.Adam([x], lr=0.1) for x in (p, q, r))

@@ -22,7 +22,7 @@ from core.checkpoint import runs as checkpoint
 from core.errors import CollectiveError
 from core.guards import failure as peers
 from core.guards.usage import UsageChecks
-from core.hooks import forget
+from core.guards.workers import forget
 from core.testing import _context, run_distributed
 from tests import problems
 from tests.damages import changed

@@ -22,7 +22,7 @@ from core import CO2, CO2Config, CompressionConfig, UserError, make_method
 from core.baselines import LocalSGD, SlowMo
 from core.baselines.table import METHODS
 from core.checkpoint import runs as checkpoint
-from core.hooks import Snapshot
+from core.checkpoint.runs import Snapshot
 from core.nodes import node_mesh
 from core.state import of_rank, under_rank
 from core.testing import run_distributed

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from core import CO2, CO2Config, CompressionConfig, load, make_method, node_mesh, save
-from core.hooks import forget
+from core.guards.workers import forget
 from core.testing import run_distributed
 from tests.gpu.problem import synchronisations
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from core import CO2, CO2Config, CompressionConfig, DivergedError
 from core.baselines import LocalSGD
 from core.baselines.ddp import DDP
-from core.hooks import forget
+from core.guards.workers import forget
 from core.testing.reference import Reference
 from tests.gpu.problem import (
     CYCLES,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from core.baselines.table import Method
-from core.checkpoint.runs import load_model, load_optimizer, of_optimizer
+from core.checkpoint.runs import Snapshot, load_model, load_optimizer, of_optimizer
 from core.groups import host_group
-from core.hooks import Requests, Snapshot
+from core.hooks import Requests
 from core.local_update import LocalUpdateMethod
 from training.counters import Averages, Period, Stopwatch
 from training.recipe import Recipe

@@ -21,7 +21,7 @@ from core.baselines.table import Method, spec_of
 from core.checkpoint.runs import with_versions
 from core.errors import DivergedError
 from core.guards import failure
-from core.hooks import forget
+from core.guards.workers import forget
 from core.local_update import LocalUpdateMethod
 from training.checks import check_batch_norm, check_start
 from training.counters import Period
