@@ -158,7 +158,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         share.attach(self, timeout, inner)
         self._x, self._m = share.x, share.m
         self.replicated = [] if shard else share.x
-        self._cut(c.fragments if isinstance(c.fragments, int) else 1)
+        self._cut()
         self.allreduce.timed_groups += share.groups
         self._start_from_params()
         self._rehearse()
@@ -185,8 +185,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self._snapshots = self.state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else []
         # Nesterov takes another direction than m in step 7. The next gap needs it.
         self._directions = self.state.new("outer_step") if c.nesterov and c.gap != "none" else []
-        self._squares = self.scalars["squares"] if "squares" in self.scalars.sizes else None  # see OutlierFilter
-        self._cut(c.fragments if isinstance(c.fragments, int) else 1)
+        self._cut()
 
     # -- the boundary ------------------------------------------------------------------------------------------
 
@@ -357,8 +356,12 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """The current fragment."""
         return self.fragments[self.fragment_index]
 
-    def _cut(self, count: int) -> None:
-        """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew."""
+    def _cut(self, count: int | None = None) -> None:
+        """Cuts the payloads into fragments while nothing is in flight. Error feedback begins anew.
+
+        A count of None means the setting's, which auto begins with 1.
+        """
+        count = count or (self.config.fragments if isinstance(self.config.fragments, int) else 1)
         lag = max((fragment.lag for fragment in self.fragments), default=0)
         fragments, share, self.is_cut = list[Fragment](), self.share, count > 1
         owned, is_first = share is not None and share.shard, not self.fragments
@@ -450,14 +453,14 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if arrived:
             # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
             delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm(fragment.payloads)
-            if self._squares is not None and not self.is_cut:  # hooks' scalars belong to the whole payload
-                stats.consensus_distance = outer.consensus_distance(self._squares, self._weight, delta_norm)
+            if "squares" in self.scalars.sizes and not self.is_cut:  # hooks' scalars belong to the whole payload
+                stats.consensus_distance = outer.consensus_distance(self.scalars["squares"], self._weight, delta_norm)
             last_step_norm = last_alpha * fragment.momentum_norm
             if self._directions and c.gap == "norm":
                 last_step_norm = last_alpha * outer.norm([step for step in fragment.directions if len(step)])
             rule = outer.rule_of(c, self.growth, delta_norm, last_step_norm, numel)
-            rule = replace(rule, last_alpha=last_alpha, scale=self._scale)
-            rule = replace(rule, merge=c.merge, takes_difference=takes_difference)
+            rule = replace(rule, last_alpha=last_alpha, scale=self._scale, merge=c.merge)
+            rule = replace(rule, takes_difference=takes_difference)
         else:
             for bucket in self.buckets:
                 bucket.payload.zero_()  # the rule multiplies it by 0, and 0 times a NaN is a NaN
@@ -486,17 +489,9 @@ class CO2(LocalUpdateMethod, SharedMethod):
             fragment.lag = 0
             fragment.begin()
         if self.is_cut:
-            self._cut(self.config.fragments if isinstance(self.config.fragments, int) else 1)
+            self._cut()
         if self.share is not None:
             self.share.start_from_params()
-
-    def resync(self) -> None:
-        """See LocalUpdateMethod."""
-        self._come_even()
-        if self.share is not None:
-            self.allreduce.restore(self.allreduce.launched, in_flight=False)  # the background uses the same group
-            self.node.agree(("resync",))
-        super().resync()
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
         self._come_even()
@@ -520,17 +515,6 @@ class CO2(LocalUpdateMethod, SharedMethod):
             for name, value in numbers.items():
                 own = getattr(fragment, name)
                 setattr(fragment, name, value.to(own, copy=True) if isinstance(value, Tensor) else value)
-
-    def close(self) -> None:
-        """Leaves the process groups. Call finish() first."""
-        super().close()
-        if self.share is not None:
-            self.share.close()
-
-    def leave(self) -> None:
-        """See LocalUpdateMethod."""
-        super().leave()  # leaves the node's group, too
-        self.node.group = None
 
     # -- settings ----------------------------------------------------------------------------------------------
 

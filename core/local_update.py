@@ -182,7 +182,9 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self._broadcast_once = [local_shard(t) for t in (*given, *others)]
         for check_inputs in self._calls("check_inputs"):
             check_inputs(given, self.params, self._buffers)
-        self.allreduce = allreduce(self._device)
+        self.allreduce = allreduce(
+            torch.device("cpu") if share is not None and share.offload else self.params[0].device
+        )
         sizes = dict(OWN_SCALARS)
         if self._buffers and not self.node.separate:  # pipeline stages have different buffers, and send all
             sizes[CHANGED] = len(self._buffers)
@@ -191,7 +193,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         for hook in self.hooks:
             sizes |= {name: n * self.allreduce.places for name, n in hook.per_worker_scalars.items()}
         self.scalars = Scalars(sizes)
-        self.buckets = self._make_buckets()
+        made = self.params, self._buffers, self.scalars.numel
+        self.buckets = make_buckets(*made) if share is None else share.make_buckets(*made, self.allreduce.world_size)
         self.sent_payloads = [b.payload for b in self.buckets]  # of the next all-reduce at a boundary
         self.scalars.attach(self.buckets[0].scalars)
         # 0-d views into the first bucket, so the all-reduce sums what is written to them
@@ -293,10 +296,13 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         if sys.exc_info()[0] is not None:  # in a `finally` after an exception, which another error would hide
             return self.leave()
         self.allreduce.close()
+        if self.share is not None:
+            self.share.close()
         self._end()
 
     def leave(self) -> None:
-        self.allreduce.leave()
+        self.allreduce.leave()  # and the groups of a node
+        self.node.group = None
         self._end()
 
     def _end(self) -> None:
@@ -318,7 +324,9 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         Call it after weights were loaded into a model that this object already trains. Otherwise the next boundaries
         pull the model back. The all-reduce in flight is discarded, and momenta are zeroed.
         """
-        self.allreduce.restore(self.allreduce.launched, in_flight=False)
+        self._come_even()
+        self.allreduce.restore(self.allreduce.launched, in_flight=False)  # a node's background uses its group, too
+        self.node.agree(("resync",))
         self._broadcast_params()
         self.local_steps, self._ended = 0, None
         self._start_from_params()
@@ -354,16 +362,6 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     def _signature(self) -> Any:
         """Settings that must be equal on all workers, compared at construction."""
         return f"tau={self.tau}"
-
-    def _make_buckets(self) -> list[Bucket]:
-        if self.share is None:
-            return make_buckets(self.params, self._buffers, self.scalars.numel)
-        return self.share.make_buckets(self.params, self._buffers, self.scalars.numel, self.allreduce.world_size)
-
-    @property
-    def _device(self) -> torch.device:
-        """Where the flat tensors are."""
-        return torch.device("cpu") if self.share is not None and self.share.offload else self.params[0].device
 
     # -- a method calls these ----------------------------------------------------------------------------------
 
