@@ -13,14 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .buckets import (
-    Bucket,
-    Scalars,
-    State,
-    same_values,
-    views,
-    wipe,
-)
+from .buckets import Bucket, Scalars, State, same_values, views, wipe
 from .comm import AsyncAllReduce, Reducer
 from .errors import UserError
 from .nodes import Node

@@ -182,9 +182,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self._broadcast_once = [local_shard(t) for t in (*given, *others)]
         for check_inputs in self._calls("check_inputs"):
             check_inputs(given, self.params, self._buffers)
-        self.allreduce = allreduce(
-            torch.device("cpu") if share is not None and share.offload else self.params[0].device
-        )
+        on_host = share is not None and share.offload
+        self.allreduce = allreduce(torch.device("cpu") if on_host else self.params[0].device)
         sizes = dict(OWN_SCALARS)
         if self._buffers and not self.node.separate:  # pipeline stages have different buffers, and send all
             sizes[CHANGED] = len(self._buffers)

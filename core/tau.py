@@ -143,11 +143,15 @@ class TauTuner:
         self.given, self.cuts, self.fragments, self.vote = given, cuts, 1, 0
         self.tau = given or min(CALIBRATION_TAU, tau_max)
         self.tau_max, self.margin = tau_max, margin
-        self.compressions = compressions
-        self.compression, *self._untested = compressions
+        self.compressions, self.compression = compressions, next(iter(compressions))
+        self.decisions: list[TauDecision] = []
+        self.measure_again()
+
+    def measure_again(self) -> None:
+        """Forgets all times, and tests the other compressions again. tau and the compression stay until then."""
+        self._untested = [other for other in self.compressions if other != self.compression]
         # during a test: the previous compression, the tau that it needs, and its all-reduce time in seconds
         self._tested_against: tuple[str, int, float] | None = None
-        self.decisions: list[TauDecision] = []
         self._received = 0  # rounds whose times have arrived; negative after a change of compression
         # seconds of a local step, an all-reduce and a boundary in each of the last rounds
         self._times = deque[tuple[float, float, float]](maxlen=WINDOW)
@@ -370,14 +374,6 @@ class TauTuner:
         self._extra_steps, waits, self._rounds_of_waits = state.get("waits", (0, [], 0))
         self._waits = deque(waits, maxlen=WAITS)
 
-    def measure_again(self) -> None:
-        """Forgets all times, and tests the other compressions again. tau and the compression stay until then."""
-        self._times.clear()
-        self._waits.clear()
-        self._received = self._extra_steps = self._rounds_of_waits = 0
-        self._tested_against, self._own_times = None, [0.0] * NUMBERS
-        self._untested = [other for other in self.compressions if other != self.compression]
-
 
 class AdaptiveTau(SyncSchedule, Hook):
     """Exchanges the workers' times, lets TauTuner decide, and applies the decisions.
@@ -397,7 +393,7 @@ class AdaptiveTau(SyncSchedule, Hook):
     def __init__(self, tau: int | str | Callable[[int], Any], delay: int | str, tuner: TauTuner):
         self.tuner, self.chooses = tuner, tuner.given is None
         self.decision: TauDecision | None = None
-        self._decided: TauDecision | None = None  # takes effect when the next round begins
+        self._decided: TauDecision | None = None  # takes effect at the end of the round
         self._timed: list[bool] = []  # elastic: at each place, whether the last sums had a worker's times
         self._logged: int | None = None  # the last wait in the log
         super().__init__(tau, delay)
@@ -425,6 +421,18 @@ class AdaptiveTau(SyncSchedule, Hook):
             return
         self._decided = self.tuner.receive(self.method.rounds, step, allreduce, *others)
 
+    def on_round_end(self) -> None:
+        """Takes the decision, and reports it on the rank that reports, and with delay auto a new wait."""
+        self.decision, self._decided = self._decided, None
+        d, number, needed = self.decision, self.method.rounds, self.tuner.needed if self.delay == "auto" else None
+        if d is not None and self.method.is_log_rank:
+            parts = f", {d.fragments} fragments" if d.fragments > 1 else ""
+            settings = number, d.new, d.old, d.compression, parts, d.reason
+            log.info("round %d: tau %d (it was %d), compression %s%s: %s", *settings)
+        if needed not in (None, self._logged) and self.method.is_log_rank:
+            log.info("round %d: a worker waits for an average after %d local steps at most", number, needed)
+        self._logged = needed
+
     def state_dict(self) -> Any:
         return self.tuner.state_dict() | {"places": self.method.allreduce.places, "timed": self._timed}
 
@@ -441,24 +449,11 @@ class AdaptiveTau(SyncSchedule, Hook):
         return self.tuner.fragments if self.tuner.cuts else None
 
     def begin(self, number: int) -> None:
-        self.decision, self._decided = self._decided, None
-        self._log(number)
         if self.chooses:
             self.tau = self.tuner.tau
         else:
             super().begin(number)
             self.tuner.follow(self.tau)
-
-    def _log(self, number: int) -> None:
-        """Reports the decision of this boundary, and with delay auto a new wait, on the rank that reports."""
-        d, needed = self.decision, self.tuner.needed if self.delay == "auto" else None
-        if d is not None and self.method.is_log_rank:
-            parts = f", {d.fragments} fragments" if d.fragments > 1 else ""
-            settings = number, d.new, d.old, d.compression, parts, d.reason
-            log.info("round %d: tau %d (it was %d), compression %s%s: %s", *settings)
-        if needed not in (None, self._logged) and self.method.is_log_rank:
-            log.info("round %d: a worker waits for an average after %d local steps at most", number, needed)
-        self._logged = needed
 
     def go_on(self, tau: int) -> None:
         if self.chooses:

@@ -143,7 +143,7 @@ def test_the_ranks_of_a_node_share_a_place_and_their_times_are_their_mean():
     tuned.method = SimpleNamespace(rounds=1, is_log_rank=False, allreduce=SimpleNamespace(is_elastic=False))  # pyright: ignore[reportAttributeAccessIssue]
     place = [8 * t for t in (0.04, 0.8)] + [0.0] * (NUMBERS - 2)  # the sum over a node's 8 ranks
     tuned.on_reduced_scalars({"times": place * 2}, ReductionInfo(1, total_world_size=16, workers=2, generation=0))
-    tuned.begin(1)
+    tuned.on_round_end()
     assert tuned.decision is not None
     assert (tuned.decision.step_seconds, tuned.decision.allreduce_seconds) == pytest.approx((0.04, 0.8))
 
