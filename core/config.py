@@ -136,7 +136,7 @@ class CO2Config:
                 limit = "(1 - outer_momentum^2) outer_lr + (outer_momentum outer_lr)^2 < 1 - outer_momentum (Nesterov)"
             else:
                 limit = "a sum below 1"
-            if not (outer.nesterov_settles if self.nesterov else outer.settles)(alpha, beta):
+            if not outer.settles(alpha, beta, self.nesterov):
                 raise UserError(
                     f"outer_momentum={beta} + outer_lr={alpha} = {alpha + beta:g} with gap='none' is unstable: a step "
                     "taken one round late settles only while beta + alpha rho / Lambda < 1, where rho nears 1 in "

@@ -141,61 +141,53 @@ def consensus_distance(squares: Tensor, weight: Tensor, mean_norm: Tensor) -> Te
 # -- stability, on a quadratic whose error tau local steps reduce by the share rho -----------------------------------
 
 
-def settles(alpha: float, beta: float) -> bool:
+def settles(alpha: float, beta: float, nesterov: bool = False) -> bool:
     """Whether a step delayed by one round, without a penalty, settles however far tau local steps solve a direction.
 
     x_{t+1} = (1 + beta) x_t - beta x_{t-1} - alpha rho x_{t-1}. Jury's criterion at rho = 1, the worst case, is
     beta + alpha < 1. Local steps that overshoot have rho above 1. Then beta + rho alpha < 1 is the condition.
+    Under Nesterov momentum, (1 + beta) x_{t-1} - beta x_{t-2} takes the place of the last x_{t-1}, and the criterion is
+    beta + (1 - beta^2) alpha + beta^2 alpha^2 < 1.
     """
-    return beta + alpha < 1
-
-
-def nesterov_settles(alpha: float, beta: float) -> bool:
-    """`settles` under Nesterov momentum: (1 + beta) x_{t-1} - beta x_{t-2} takes the place of x_{t-1}, and Jury's
-    criterion at rho = 1 is (1 - beta^2) alpha + beta^2 alpha^2 < 1 - beta."""
-    return (1 - beta**2) * alpha + (beta * alpha) ** 2 < 1 - beta
+    n = beta * nesterov
+    return beta + (1 - n * beta) * alpha + (n * alpha) ** 2 < 1
 
 
 @functools.cache
 def largest_outer_lr(merge: Merge, beta: float, late: float, nesterov: bool = False) -> float:
     """Returns the outer learning rate from which a merge on arrival, without a penalty, makes some direction grow.
 
-    tau local steps leave the share a of an error, and the local steps behind the merge leave b = a^(1 - late). Jury's
-    criterion on the map of the average gives the limit. Without a delay it is 2 (1 + beta), under Nesterov
-    momentum over 1 + 2 beta. keep_local adds the old momentum's kick late.
+    tau local steps leave the share a of an error, and the local steps behind the merge leave b = a^(1 - late). Without
+    a delay the limit is 2 (1 + beta), under Nesterov momentum over 1 + 2 beta. keep_local adds the old momentum's kick
+    late.
 
     Args:
         beta: Outer momentum.
         late: Local steps between the start of the all-reduce and the merge, over tau.
     """
-    undelayed = 2 * (1 + beta) / (1 + 2 * beta * nesterov)
+    n = beta * nesterov
+    undelayed = 2 * (1 + beta) / (1 + 2 * n)
     if merge != "keep_local" or not late:
         return undelayed
-    if nesterov:
-        return min(undelayed, *(_nesterov_limit(i / 100, beta, late, undelayed) for i in range(100)))
-    if late == 1:  # the worst
-        return 2 * (1 - beta**2)
-    limits = [undelayed]
-    for a in (i / 1000 for i in range(1, 1000)):
-        b = a ** (1 - late)
-        v = b - a
-        limits.append((1 - beta) * (1 + v) * (1 + beta * v) / (v * (1 - beta + beta * b)))
-    return min(limits)
+    return min(undelayed, *(_limit(i / SHARES, beta, late, n, undelayed) for i in range(SHARES)))
 
 
-def _nesterov_limit(a: float, beta: float, late: float, most: float) -> float:
-    """The smallest alpha below `most` with which keep_local grows one direction under Nesterov momentum.
+SHARES = 400  # values of a to try
 
-    The map of (x, m, p) has the characteristic polynomial (z - 1)(z - beta)(z + v) + alpha ((1 + beta) z - beta)
-    ((1 - b) z + v), with v = b - a.
+
+def _limit(a: float, beta: float, late: float, n: float, most: float) -> float:
+    """The smallest alpha below `most` with which keep_local grows one direction. n: beta under Nesterov momentum, or 0.
+
+    The map of (x, m, p) has the characteristic polynomial (z - 1)(z - beta)(z + v) + alpha ((1 + n) z - n)
+    ((1 - b) z + v), with v = b - a. Jury's criterion says when a root leaves the unit circle.
     """
     b = a ** (1 - late)
     v = b - a
 
     def grows(alpha: float) -> bool:
-        c2 = v - 1 - beta + alpha * (1 + beta) * (1 - b)
-        c1 = beta - v * (1 + beta) + alpha * ((1 + beta) * v - beta * (1 - b))
-        c0 = beta * v - alpha * beta * v
+        c2 = v - 1 - beta + alpha * (1 + n) * (1 - b)
+        c1 = beta - v * (1 + beta) + alpha * ((1 + n) * v - n * (1 - b))
+        c0 = beta * v - alpha * n * v
         return not (
             1 + c2 + c1 + c0 > 0 and 1 - c2 + c1 - c0 > 0 and abs(c0) < 1 and abs(c0 * c0 - 1) > abs(c0 * c2 - c1)
         )

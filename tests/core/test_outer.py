@@ -88,8 +88,7 @@ def test_settles_says_where_the_roots_of_the_recurrence_leave_the_unit_circle(be
         companion = torch.tensor([[0, 0, -c[0]], [1, 0, -c[1]], [0, 1, -c[2]]], dtype=torch.float64)
         modulus = torch.linalg.eigvals(companion).abs().max().item()
         if abs(modulus - 1) > 1e-6:
-            settles = outer.nesterov_settles if nesterov else outer.settles
-            assert settles(alpha, beta) == (modulus < 1)
+            assert outer.settles(alpha, beta, nesterov) == (modulus < 1)
 
 
 def test_local_steps_that_overshoot_diverge_where_settles_says_they_settle():
