@@ -323,10 +323,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """Merges the average in flight before the end of the round, or at a boundary before an evaluation."""
         with self.clock.early_merge(self._late):
             self._merge()
-            if not at_boundary:
-                self._params_updated(at_boundary=False)
-        if at_boundary:
-            self._params_updated(at_boundary=True)
+            self._params_updated(at_boundary=at_boundary)
 
     def _reach_common_model(self) -> bool:
         """Whether the workers hold equal parameters, for sync_for_eval().

@@ -171,11 +171,6 @@ class CO2Config:
         """
         return 0.25 if self.is_a_round_late else 1.5
 
-    @property
-    def cuts(self) -> bool:
-        """Whether the number of fragments is chosen from measured times."""
-        return self.fragments == "auto" and self.merge == "keep_local" and self.delay == "auto"
-
     @classmethod
     def paper(cls, tau: int | Literal["auto"] = 48, **settings: Any) -> CO2Config:
         """Returns our reading of the paper's rule: averages arrive a whole round late, with the staleness gap penalty.
@@ -365,7 +360,7 @@ def tuner_for(c: CO2Config, workers: int) -> TauTuner | None:
     """
     formats = c.compression.choices if workers > 1 else dict([*c.compression.choices.items()][-1:])
     given = None if c.tau == "auto" else c.tau
-    cuts = c.cuts and workers > 1
+    cuts = c.fragments == "auto" and c.merge == "keep_local" and c.delay == "auto" and workers > 1
     if given is not None and len(formats) == 1 and not cuts and (c.delay != "auto" or workers == 1):
         return None
     return TauTuner(c.tau_max, c.tau_margin, formats, given=given, cuts=cuts)

@@ -249,25 +249,6 @@ GUARDS: Any = SimpleNamespace()
 of every method, `failure` finds which rank has failed, `refuse_shards` and `refuse_fsdp` raise for sharded models."""
 
 
-def check_hooks(hooks: Sequence[Any], taken: Iterable[str]) -> None:
-    """Raises UserError for objects of other classes, a hook of another method, and a repeated name.
-
-    The method has scalars of its own with the names `taken`.
-    """
-    names = set(taken)
-    for hook in hooks:
-        if not isinstance(hook, Hook):
-            raise UserError(f"hooks: {hook!r} is among them: give objects of a Hook's classes")
-        if hasattr(hook, "method"):
-            raise UserError(f"hooks: this {type(hook).__name__} belongs to another method: make one for each")
-        own = {*hook.scalars, *hook.per_worker_scalars, *([hook.name] if hook.name else [])}
-        if repeated := names & own | hook.scalars.keys() & hook.per_worker_scalars.keys():
-            raise UserError(
-                f"hooks: two have the name {min(repeated)!r}, of a scalar or of a state: give them different names"
-            )
-        names |= own
-
-
 class Requests(Hook):
     """Requests that any worker may make for all workers, such as to stop or to save.
 

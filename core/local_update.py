@@ -37,7 +37,7 @@ from .buckets import (
 )
 from .comm import AsyncAllReduce, Reducer, Stage, send_first
 from .errors import UserError
-from .hooks import Hook, ReductionInfo, check_hooks
+from .hooks import Hook, ReductionInfo
 from .nodes import Node
 from .shares import Share, sent_parts
 from .state import SavedMethod
@@ -170,7 +170,6 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     ):
         self.share, self.node = share, Node() if share is None else share.node
         self.sync_schedule, self.hooks = sync_schedule, list(hooks)
-        check_hooks(self.hooks, (*OWN_SCALARS, CHANGED))
         given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
         if self._needs_global_norms and any(map(is_dtensor, given)) and self.node.group is None:
             raise UserError("DTensors as parameters need CO2 with mesh=: their norms are of the whole model")

@@ -18,6 +18,8 @@ from torch import Tensor
 from ..buckets import is_dtensor
 from ..errors import UserError, env_number
 from ..groups import is_alive
+from ..hooks import Hook
+from ..local_update import CHANGED, OWN_SCALARS
 
 
 def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
@@ -96,6 +98,22 @@ def _span(t: Tensor) -> tuple[str, int, int]:
     """Returns the tensor's device, and its first and last address."""
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return str(t.device), t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def check_hooks(hooks: Sequence[Any]) -> None:
+    """Raises UserError for objects of other classes, a hook of another method, and a repeated name."""
+    names = {*OWN_SCALARS, CHANGED}
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            raise UserError(f"hooks: {hook!r} is among them: give objects of a Hook's classes")
+        if hasattr(hook, "method"):
+            raise UserError(f"hooks: this {type(hook).__name__} belongs to another method: make one for each")
+        own = {*hook.scalars, *hook.per_worker_scalars, *([hook.name] if hook.name else [])}
+        if repeated := names & own | hook.scalars.keys() & hook.per_worker_scalars.keys():
+            raise UserError(
+                f"hooks: two have the name {min(repeated)!r}, of a scalar or of a state: give them different names"
+            )
+        names |= own
 
 
 def check_env(env: Mapping[str, str] = os.environ) -> None:
