@@ -262,23 +262,13 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if self.in_paper_order:
             return
         if self.allreduce.in_flight and self.sync_schedule.merges(self, self._late):
-            self._merge_early(at_boundary=False)
+            self._merge_early()
         following, count = self.fragment_index + 1, len(self.fragments)
         if following >= count or self.local_steps < max(1, following * self.tau // count):
             return
         if self.allreduce.in_flight and self.config.delay == "auto":
             return  # it starts later
-        self._start_next()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _start_next(self) -> None:
-        """Merges the fragment in flight, if any, and starts the next one."""
-        with self.clock.early_merge(self._late if self.allreduce.in_flight else 0):
-            if self.allreduce.in_flight:
-                self._merge()
-                self._params_updated(at_boundary=False)
-            self._start_fragment(self.fragment_index + 1)
+        self._merge_early(starts_next=True)
 
     def _come_even(self) -> None:
         """Starts the fragments that another worker has started in this round. In mid-round, every worker must call it.
@@ -291,7 +281,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self.allreduce.check_alive()
         ahead = max(of_all(self.fragment_index, self.allreduce.of_workers))
         while self.fragment_index < ahead:
-            self._start_next()
+            self._merge_early(starts_next=True)
 
     def _merge(self, *, finished: bool = False) -> ReduceResult:
         """Steps 2 and 4 to 7, then the merge."""
@@ -319,11 +309,17 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _merge_early(self, *, at_boundary: bool) -> None:
-        """Merges the average in flight before the end of the round, or at a boundary before an evaluation."""
-        with self.clock.early_merge(self._late):
-            self._merge()
-            self._params_updated(at_boundary=at_boundary)
+    def _merge_early(self, *, at_boundary: bool = False, starts_next: bool = False) -> None:
+        """Merges the average in flight, if any, in mid-round, or at a boundary before an evaluation.
+
+        `starts_next`: Whether the next fragment's all-reduce then starts.
+        """
+        with self.clock.early_merge(self._late if self.allreduce.in_flight else 0):
+            if self.allreduce.in_flight:
+                self._merge()
+                self._params_updated(at_boundary=at_boundary)
+            if starts_next:
+                self._start_fragment(self.fragment_index + 1)
 
     def _reach_common_model(self) -> bool:
         """Whether the workers hold equal parameters, for sync_for_eval().
@@ -369,8 +365,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
             if self.is_cut or not is_first:  # else the constructor has made it
                 reducer = self._make_reducer(parts, self.scalars, self.allreduce)
             steps, directions = ([], []) if share is not None else self._outer_steps(places)
-            device = self.params[0].device
-            fragments.append(Fragment(parts, steps, directions, reducer, device, self._arrived_tau, lag))
+            numbers = self._arrived_tau, lag
+            fragments.append(Fragment(parts, steps, directions, reducer, self.params[0].device, *numbers))
         self.fragments, self.fragment_index = fragments, 0
         self.reducer, self.sent_payloads = fragments[0].reducer, fragments[0].payloads
 
