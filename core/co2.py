@@ -65,7 +65,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import outer
 from .buckets import all_finite, is_dtensor, local_shard, tensors_of, unique
 from .comm import Reducer
-from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
+from .config import CO2Config, CommonArgs, Schedule, build_args, named_rule, scheduled
 from .errors import UserError
 from .groups import Holders, groups_of, of_all
 from .hooks import GUARDS, Judge
@@ -134,16 +134,16 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if inner is not None and dist.get_world_size(inner) == 1 and not split:
             inner = None  # a node of one rank is a worker that holds the whole model
         if inner is None and not (shard or offload or shards):
-            GUARDS.refuse_shards(params, args.get("group"))
+            GUARDS.inputs.refuse_shards(params, args.get("group"))
             c.compression.check(params, args.get("group"))
             return self._build(params, c, schedule, **build_args(c, args, schedule))
         if not params:
             raise UserError("no parameter is given: nothing to train; each pipeline stage needs one")
-        GUARDS.refuse_fsdp(params, args.get("group"))
+        GUARDS.inputs.refuse_fsdp(params, args.get("group"))
         held = isinstance(shards, Mapping)
         if (shard or held) and c.fragments == "auto":
             c = replace(c, fragments=1)
-        check_share(c, shard=shard, split=split, held=held)
+        GUARDS.inputs.check_share(c, shard=shard, split=split, held=held)
         built, timeout = build_args(c, args, schedule, owned=shard), args.get("timeout", 600.0)
         buffers = built["buffers"] = unique(tensors_of(built["buffers"], "buffers"))
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
@@ -168,7 +168,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
     def _build(self, params: Iterable[Tensor], c: CO2Config, schedule: Schedule | None, **built: Any) -> None:
         """The rest of the constructor, which elastic_co2 calls with other arguments."""
         self._given, self._schedule = c, schedule  # self.config: what holds in the current round
-        self._use(c := scheduled(c, schedule, 0))
+        self._use_settings(0)
+        c = self.config
         super().__init__(params, **built)
         self._starts_near_anchor = c.merge != "restart"
         self.in_paper_order = c.merge != "keep_local" and c.is_a_round_late
@@ -513,20 +514,15 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     def _begin_round(self) -> None:
         super()._begin_round()
-        self._use_settings(self.rounds)
+        if self._schedule is not None:
+            self._use_settings(self.rounds)
 
     def _use_settings(self, number: int) -> None:
-        """Uses a round's settings from now on."""
-        if self._schedule is not None:
-            self._use(scheduled(self._given, self._schedule, number))
-
-    def _use(self, c: CO2Config) -> None:
-        """Uses these settings from now on. The workers compare the settings that a schedule may change."""
+        """Uses a round's settings from now on. The workers compare the settings that a schedule may change."""
+        c = scheduled(self._given, self._schedule, number)
         c.check_stable()
-        self.config = c
-        numbers = c.outer_lr, c.outer_momentum, c.clip  # as floats, because 1 prints as 1.0
-        alpha, beta, phi = (None if number is None else float(number) for number in numbers)
-        self.settings = {"outer_lr": alpha, "outer_momentum": beta, "clip": phi}
+        self.config, numbers = c, {"outer_lr": c.outer_lr, "outer_momentum": c.outer_momentum, "clip": c.clip}
+        self.settings = {name: None if n is None else float(n) for name, n in numbers.items()}  # 1 prints as 1.0
 
     def _signature(self) -> Any:
         settings = asdict(self.config)

@@ -236,25 +236,6 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
     return replace(c, **changes)
 
 
-def check_share(c: CO2Config, *, shard: bool, split: bool = False, held: bool = False) -> None:
-    """Raises UserError for settings that a rank with a share of the outer state cannot have.
-
-    Args:
-        c: The settings.
-        shard: Whether each worker owns only a part of the outer state. `split`: whether ranks hold shards.
-        held: Whether `shards` names parameters that several ranks hold.
-    """
-    apart = "a parameter that several ranks of a node hold would be averaged at different times; give 1"
-    require(c, not held or c.fragments in (1, "auto"), "fragments", f"each stage cuts its own part, so {apart}")
-    at_blocks = "the owners' parts begin at whole blocks, so with shards"
-    require(c, not (shard and split) or c.fragments in (1, "auto"), "fragments", f"{at_blocks} {apart}")
-    if shard and c.compression.format == "lgreco":
-        raise UserError(
-            "compression.format='lgreco' with shard=True: no worker owns part of a low-rank or sparse average; give a "
-            "uniform format, or leave out shard"
-        )
-
-
 def named(config: CO2Config) -> CO2Config:
     """Returns a copy of which CO2 does not warn that it is the paper's rule."""
     config = replace(config)

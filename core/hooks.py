@@ -162,13 +162,6 @@ class Hook:
     compared = ""
     method: HookedMethod
 
-    def check_inputs(self, given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """A method is about to be made of the parameters `given`. `params` are the trained ones' local tensors.
-
-        Raises:
-            UserError: For a tensor that cannot be averaged.
-        """
-
     def attach(self, method: HookedMethod) -> None:
         """The method is made, or starts anew from its parameters or from a checkpoint."""
         self.method = method
@@ -246,7 +239,7 @@ class Judge(Hook):
 
 GUARDS: Any = SimpleNamespace()
 """What core/guards registers when `core` is imported, because the root imports no guard: `make_hooks` makes the hooks
-of every method, `failure` finds which rank has failed, `refuse_shards` and `refuse_fsdp` raise for sharded models."""
+of every method, `failure` finds which rank has failed, and `inputs` refuses what cannot be averaged."""
 
 
 class Requests(Hook):

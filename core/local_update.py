@@ -37,7 +37,7 @@ from .buckets import (
 )
 from .comm import AsyncAllReduce, Reducer, Stage, send_first
 from .errors import UserError
-from .hooks import Hook, ReductionInfo
+from .hooks import GUARDS, Hook, ReductionInfo
 from .nodes import Node
 from .shares import Share, sent_parts
 from .state import SavedMethod
@@ -179,10 +179,11 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self._given_buffers = {i: b for i, b in enumerate(others) if has_mean(b)}
         self._buffers = [as_real(local_shard(b)) for b in self._given_buffers.values()]
         self._broadcast_once = [local_shard(t) for t in (*given, *others)]
-        for check_inputs in self._calls("check_inputs"):
-            check_inputs(given, self.params, self._buffers)
+        GUARDS.inputs.check_inputs(given, self.params, self._buffers)
         on_host = share is not None and share.offload
         self.allreduce = allreduce(torch.device("cpu") if on_host else self.params[0].device)
+        if self.allreduce.places == 1:
+            GUARDS.inputs.check_group()
         sizes = dict(OWN_SCALARS)
         if self._buffers and not self.node.separate:  # pipeline stages have different buffers, and send all
             sizes[CHANGED] = len(self._buffers)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import UserError, log
+from .errors import UserError, is_whole, log
 from .hooks import Hook, HookedMethod, ReductionInfo
 from .stats import RoundStats, ready
 
@@ -59,7 +59,7 @@ class SyncSchedule:
     def begin(self, number: int) -> None:
         """Round `number` begins, counted from 0."""
         tau: Any = self._given(number) if callable(self._given) else self._given
-        if not isinstance(tau, int) or tau < 1:
+        if not is_whole(tau):
             raise UserError(f"tau={tau!r}: give a whole number of local steps, 1 or more")
         self.tau = tau
 
@@ -379,8 +379,7 @@ class AdaptiveTau(SyncSchedule, Hook):
     """Exchanges the workers' times, lets TauTuner decide, and applies the decisions.
 
     Args:
-        tau: Local steps per round, or a function from a round's number to them. Not used if the tuner chooses tau.
-        delay: See CO2Config.
+        tau, delay: See SyncSchedule. tau is not used if the tuner chooses it.
         tuner: Decides from the times.
 
     Attributes:

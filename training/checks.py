@@ -17,9 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from core.baselines.ddp import check_compression
 from core.baselines.table import check_apart
-from core.config import check_share
 from core.errors import UserError
 from core.groups import local_world_size
+from core.guards.inputs import check_share
 from training.data.samples import per_worker, smallest_part
 from training.layout import Layout
 from training.recipe import Recipe, momentum_note

@@ -5,9 +5,8 @@ from typing import Any
 
 from ..buckets import tensors_of
 from ..hooks import GUARDS, Hook
-from . import failure
+from . import failure, inputs
 from .extra import ExtraAverage, MasterWeightSync
-from .inputs import check_hooks, refuse_fsdp, refuse_shards
 from .usage import UsageChecks
 from .workers import OutlierFilter, ReplicaChecksum
 
@@ -25,8 +24,8 @@ def make_hooks(outlier: float | None, choosing: Sequence[Hook], args: Mapping[st
     hooks += [MasterWeightSync(masters)] if masters else []
     if average is not None and not (isinstance(average, list | tuple) and not average):
         hooks.append(ExtraAverage(average))
-    check_hooks(hooks := [*hooks, UsageChecks(masters)])
+    inputs.check_hooks(hooks := [*hooks, UsageChecks(masters)])
     return hooks
 
 
-vars(GUARDS).update(make_hooks=make_hooks, failure=failure, refuse_fsdp=refuse_fsdp, refuse_shards=refuse_shards)
+vars(GUARDS).update(make_hooks=make_hooks, failure=failure, inputs=inputs)

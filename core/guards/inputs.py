@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..buckets import is_dtensor
-from ..errors import UserError, env_number
+from ..errors import UserError, env_number, require
 from ..groups import is_alive
 from ..hooks import Hook
 from ..local_update import CHANGED, OWN_SCALARS
@@ -126,6 +126,25 @@ def check_env(env: Mapping[str, str] = os.environ) -> None:
     for name in filter(None, env.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in here:
             raise UserError(f"GLOO_SOCKET_IFNAME={name}: not of {', '.join(here)}: set one of these, or unset it")
+
+
+def check_share(c: Any, *, shard: bool, split: bool = False, held: bool = False) -> None:
+    """Raises UserError for settings that a rank with a share of the outer state cannot have.
+
+    Args:
+        c: The settings, a CO2Config.
+        shard: Whether each worker owns only a part of the outer state. `split`: whether ranks hold shards.
+        held: Whether `shards` names parameters that several ranks hold.
+    """
+    apart = "a parameter that several ranks of a node hold would be averaged at different times; give 1"
+    require(c, not held or c.fragments in (1, "auto"), "fragments", f"each stage cuts its own part, so {apart}")
+    at_blocks = "the owners' parts begin at whole blocks, so with shards"
+    require(c, not (shard and split) or c.fragments in (1, "auto"), "fragments", f"{at_blocks} {apart}")
+    if shard and c.compression.format == "lgreco":
+        raise UserError(
+            "compression.format='lgreco' with shard=True: no worker owns part of a low-rank or sparse average; give a "
+            "uniform format, or leave out shard"
+        )
 
 
 FSDP = "torch.distributed.fsdp", "FullyShardedDataParallel"

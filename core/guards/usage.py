@@ -21,7 +21,7 @@ from ..buckets import local_shard, parts_of, views, writes
 from ..errors import UserError
 from ..hooks import Hook, HookedMethod
 from ..outer import norm
-from .inputs import FSDP, _imported, _instances, _ranks, check_group, check_inputs, refuse_fsdp
+from .inputs import FSDP, _imported, _instances, _ranks, refuse_fsdp
 from .workers import forget
 
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
@@ -130,14 +130,9 @@ class UsageChecks(Hook):
         self._own = weakref.WeakSet[torch.optim.Optimizer]()  # optimizers of the method's parameters
         self._unmanaged: dict[int, Tensor] = {}  # optimizers' parameters that no method averages, also frozen ones
 
-    def check_inputs(self, given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        check_inputs(given, params, buffers)
-
     def attach(self, method: HookedMethod) -> None:
         is_new = not hasattr(self, "method")
         super().attach(method)
-        if method.allreduce.places == 1:
-            check_group()
         self._unchecked = set[int]()  # parameters that no step of this round has reached; weights may be loaded now
         if not is_new:
             return
