@@ -149,8 +149,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
         if not offload:
             c.compression.check([local_shard(p) for p in params], args.get("group"))
-        else:
-            built["allreduce"] = functools.partial(built["allreduce"], backend="gloo")
+        built["allreduce"] = functools.partial(built["allreduce"], backend=backend)
         node = Node(params, buffers, inner, shards, timeout=timeout, device=device, backend=backend)
         node.agree((self.name, asdict(c), shards is not False, shard, offload))
         share = Share(node, shard=shard, offload=offload, unit=c.compression.block)

@@ -313,8 +313,6 @@ def build_args(
     if unknown := args.keys() - CommonArgs.__annotations__:
         known = ", ".join(CommonArgs.__annotations__)
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}: the options are {known}")
-    if not isinstance(more := args.get("hooks", ()), Sequence):
-        raise UserError(f"hooks={more!r}: give a list of them")
     check_names(group := args.get("group"))
     workers = dist.get_world_size(group) if dist.is_initialized() else 1
     if allreduce is not None:  # elastic workers have not met, and come and go

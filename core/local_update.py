@@ -348,11 +348,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         """A local step has ended no round, and an all-reduce is in flight, or the next fragment's may be due."""
 
     def _restart_from_anchor(self, where: Tensor | None = None) -> None:  # noqa: B027
-        """Resets this worker to the outer iterate.
-
-        Args:
-            where: 0-d bool. Resets only if it is True; None always resets. The host never waits for a GPU.
-        """
+        """Resets this worker to the outer iterate if the 0-d bool `where` is True, or None. No wait for a GPU."""
 
     def _begin_round(self) -> None:
         """A round begins, whose number is `rounds`. A method may change its settings."""

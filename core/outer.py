@@ -397,10 +397,9 @@ class OuterStep:
 
     @torch.no_grad()
     def restart(self, where: Tensor | None = None) -> None:
-        """The worker continues from the outer iterate, as if it had sent it.
+        """The worker continues from the outer iterate, as if it had sent it, if the 0-d bool `where` is True, or None.
 
-        Args:
-            where: 0-d bool. Restarts only if it is True; None always restarts. The host never waits for a GPU.
+        The host never waits for a GPU.
         """
         self.locate()
         for s in self.segments:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..buckets import tensors_of
+from ..errors import UserError
 from ..hooks import GUARDS, Hook
 from . import failure, inputs
 from .extra import ExtraAverage, MasterWeightSync
@@ -20,7 +21,9 @@ def make_hooks(outlier: float | None, choosing: Sequence[Hook], args: Mapping[st
         args: See CommonArgs.
     """
     masters, average = tensors_of(args.get("model_params", ()), "parameters"), args.get("average")
-    hooks = [OutlierFilter(outlier), *choosing, ReplicaChecksum(), *args.get("hooks", ())]
+    if not isinstance(more := args.get("hooks", ()), Sequence):
+        raise UserError(f"hooks={more!r}: give a list of them")
+    hooks = [OutlierFilter(outlier), *choosing, ReplicaChecksum(), *more]
     hooks += [MasterWeightSync(masters)] if masters else []
     if average is not None and not (isinstance(average, list | tuple) and not average):
         hooks.append(ExtraAverage(average))
