@@ -233,8 +233,10 @@ class State(dict[str, list[Tensor]]):
         self._own: set[str] = set()  # names of tensors that differ between workers
 
     @torch.no_grad()
-    def new(self, name: str, *, of_params: bool = False, own: bool = False) -> list[Tensor]:
-        """Makes flat tensors in the shapes of the payloads.
+    def new(
+        self, name: str, *, of_params: bool = False, own: bool = False, like: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """Makes flat tensors in the shapes of the payloads, or of `like`.
 
         Args:
             name: Their name in checkpoints.
@@ -243,7 +245,7 @@ class State(dict[str, list[Tensor]]):
         """
         self._own |= {name} if own else set()
         self._of_params |= {name} if of_params else set()
-        self[name] = [torch.zeros_like(b.payload) for b in self._buckets]
+        self[name] = [torch.zeros_like(t) for t in like or [b.payload for b in self._buckets]]
         self.begin(name)
         return self[name]
 

@@ -150,17 +150,17 @@ class CO2(LocalUpdateMethod, SharedMethod):
             c.compression.check([local_shard(p) for p in params], args.get("group"))
         else:
             built["allreduce"] = functools.partial(built["allreduce"], backend="gloo")
-        node = Node(params, buffers, inner, shards, timeout=timeout, device=device, backend=backend)
+        votes = c.delay == "auto"
+        node = Node(params, buffers, inner, shards, votes=votes, timeout=timeout, device=device, backend=backend)
         node.agree((self.name, asdict(c), shards is not False, shard, offload))
         # the ranks of a node are excluded together
         self.worker_label = "rank" if inner is None else "the node of rank"
         share = Share(node, shard=shard, offload=offload, unit=c.compression.block)
         self._build(params, c, schedule, share=share, **built)
-        share.attach(self, timeout, inner)
-        self._x, self._m = share.x, share.m
+        share.attach(self)
         self.replicated = [] if shard else share.x
         self._cut(c.fragments if isinstance(c.fragments, int) else 1)
-        self.allreduce.timed_groups += share.groups
+        self.allreduce.timed_groups += node.groups
         self._start_from_params()
         self._rehearse()
         self._start_from_params()
@@ -198,7 +198,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             return True
         if self.sync_schedule.fragments not in (None, len(self.fragments)):
             self._cut(self.sync_schedule.fragments)
-        if self.share is not None and (reason := self.share.check()):
+        if self.share is not None and (reason := self.node.check(self.params)):
             raise self.allreduce.failure(reason, "the comparison of a node's parameters")
         # The parameters may differ from x by a rounding of keep_local. That is no progress, so it must not be sent.
         idle = finished and not self.local_steps
@@ -524,8 +524,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
     def close(self) -> None:
         """Leaves the process groups. Call finish() first."""
         super().close()
-        if self.share is not None:
-            self.share.close()
+        self.node.close()
 
     def leave(self) -> None:
         """See LocalUpdateMethod."""

@@ -86,9 +86,12 @@ def all_gather(to: Tensor, own: Tensor, group: dist.ProcessGroup) -> Stage:
     return [work], (dist.get_world_size(group) - 1) * own.nbytes
 
 
-def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> Stage:
-    """Starts an all-gather in place: every worker gets part i of `flat` from worker i."""
-    return all_gather(flat, flat.view(dist.get_world_size(group), -1)[dist.get_rank(group)].clone(), group)
+def gather_parts(parts: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
+    """All-gather in place: every worker gets row i of `parts`, [workers, n], from worker i."""
+    to = parts if parts.is_contiguous() else parts.new_empty(parts.shape)
+    yield all_gather(to, parts[dist.get_rank(group)].clone(), group)
+    if to is not parts:
+        parts.copy_(to)
 
 
 RECENT = 8  # launch intervals that the timeout follows, so a slow compilation counts for so many rounds

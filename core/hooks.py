@@ -441,5 +441,4 @@ class SyncSchedule:
         """Whether to merge the average in flight after this local step, which ends no round."""
         if self.delay != "auto":
             return method.late == self.delay
-        arrived = method.allreduce.arrived()
-        return arrived if method.share is None else method.share.has_arrived(arrived)
+        return method.node.vote(method.allreduce.arrived())

@@ -144,7 +144,7 @@ class GradientCompression:
                         bucket.flat.div_(self._per_node)
                     yield from self.reducer.of_bucket(i, group, number, turn)
                     if self._inner is not None:
-                        yield gather_parts(bucket.flat, self._inner)
+                        yield from gather_parts(bucket.flat.view(self._per_node, -1), self._inner)
                     copy(own, bucket.payload_views)
                     for name, flats in self.reducer.state.items():
                         for flat in flats[i : i + 1] if name in HELD_BACK else flats if last else []:

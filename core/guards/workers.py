@@ -69,10 +69,7 @@ class OutlierFilter(Hook):
         if m.share is not None:
             return None  # the method calls judge() with the norm of the whole node
         buffer = None if m.fragment else first_nonfinite(m.buckets)  # buffers travel with the first fragment
-        excluded = self.judge(norm(m.sent_payloads).double(), buffer)
-        if m.sends_differences and not m.is_cut:  # it needs the whole difference in one all-reduce
-            self._square.copy_(torch.where(excluded, 0.0, self.size.square()))
-        return excluded
+        return self.judge(norm(m.sent_payloads).double(), buffer)
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         """Warns of excluded workers.
@@ -131,6 +128,8 @@ class OutlierFilter(Hook):
             self.verdict.copy_(torch.where(verdict == VALID, self._of_others, verdict))
             self._of_others = None
         self._verdicts.zero_()[method.allreduce.place].copy_(self.verdict)
+        if method.sends_differences and not method.is_cut:  # it needs the whole difference in one all-reduce
+            self._square.copy_(torch.where(verdict != VALID, 0.0, self.size.square()))
         return verdict != VALID
 
     def _verdict_on(self, size: Tensor, steps: int) -> Tensor:
