@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,17 @@ from .stats import Mark, Seconds, between, mark, plus
 
 
 class Pending(Protocol):
-    """Work in the background: a dist.Work, or a copy between a GPU and the host."""
+    """Work in the background: a dist.Work or OtherWork."""
 
     def is_completed(self) -> bool: ...
-    def wait(self, timeout: timedelta = ...) -> Any: ...
+    def wait(self) -> Any: ...
+
+
+class OtherWork(NamedTuple):
+    """Work that is no dist.Work, such as a copy between a GPU and the host."""
+
+    is_completed: Callable[[], bool]
+    wait: Callable[[], Any]
 
 
 Stage = tuple[Sequence[Pending], int]  # pending collectives, and the bytes that this worker sends for them
@@ -526,20 +533,3 @@ def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
         assert work is not None
         yield [work], round((n - 1) / n * mine.nbytes)
         columns[rank].copy_(theirs.sum(0))
-
-
-class Through:
-    """A send or receive that claims to be complete. wait() really waits.
-
-    gloo marks such work as complete only in a wait. AsyncAllReduce polls is_completed(), so it would not wait before
-    the next boundary.
-    """
-
-    def __init__(self, work: Pending):
-        self._work = work
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        return self._work.wait(*args, **kwargs)

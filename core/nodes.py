@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import outer
 from .buckets import Bucket, copy, is_dtensor, local_shard, views
-from .comm import Stage, Through, gather_parts, send_first, set_timeout, sum_flats
+from .comm import OtherWork, Stage, gather_parts, send_first, set_timeout, sum_flats
 from .errors import UserError
 from .groups import (
     Holders,
@@ -181,7 +181,8 @@ class Node:
             sends = dist.get_rank() == ranks[0]
             act, peers = (dist.isend, ranks[1:]) if sends else (dist.irecv, ranks[:1])
             works = dist.batch_isend_irecv([dist.P2POp(act, flat, peer, self.group) for peer in peers])
-            yield [Through(work) for work in works], flat.nbytes * len(peers) * sends
+            # gloo marks such work as complete only in a wait, which AsyncAllReduce would put off to the next boundary
+            yield [OtherWork(lambda: True, work.wait) for work in works], flat.nbytes * len(peers) * sends
         copy(tensors, views(flat, tensors))
 
     def check(self, trained: Sequence[Tensor]) -> str:

@@ -48,11 +48,11 @@ from .buckets import (
     views,
     wipe,
 )
-from .comm import BACKGROUND, Reducer, Stage, gather_parts, sum_flats
+from .comm import BACKGROUND, OtherWork, Reducer, Stage, gather_parts, sum_flats
 from .groups import of_all
 from .guards.workers import OutlierFilter
 from .hooks import HookedMethod
-from .nodes import Held, Holding, Node, Where
+from .nodes import Holding, Node, Where
 from .outer import FusedOuterStep, OuterStep
 from .stats import read_blocks
 
@@ -94,7 +94,7 @@ class Fragment:
     """
 
     parts: Sequence[Bucket | BucketShare]
-    outer_steps: list[outer.OuterStep]
+    outer_steps: list[OuterStep]
     directions: list[Tensor]
     reducer: Reducer
     device: torch.device
@@ -172,24 +172,32 @@ class SharedMethod(HookedMethod):
     in_paper_order: bool  # whether the average is merged at the next boundary
 
 
-@dataclass
 class Slice:
-    """A fragment of a share: slices of the flat tensors of `Share`, one per bucket."""
+    """A fragment of a share: slices of the flat tensors of `Share`, one per bucket.
 
-    places: Sequence[slice]  # in the shares
-    g: list[Tensor]  # of the payload, with padding
-    x: list[Tensor]
-    own_x: list[Tensor]  # own_x, m and directions belong to the elements that this rank owns
-    m: list[Tensor]
-    directions: list[Tensor]
-    snapshots: list[Tensor]
-    updates: list[outer.OuterStep]  # steps 4 to 7: their parameters are g, where they leave x_{t+1,0}
-    held: Held
-    numel: int = 0  # elements of the whole model in it
+    Args:
+        share: The share.
+        places: The slices, in the shares.
+    """
+
+    def __init__(self, share: Share, places: Sequence[slice]):
+        m, owners = share.method, share.owners
+        self.places, owned = places, [slice(place.start // owners, place.stop // owners) for place in places]
+        self.g, self.x, self.snapshots = (parts_at(flats, places) for flats in (share.g, share.x, share.snapshots))
+        # own_g, own_x, m and directions belong to the elements that this rank owns
+        self.m, self.directions = (parts_at(flats, owned) for flats in (share.m, share.directions))
+        self.own_g, self.own_x = share.owned(self.g), self.x if share.next_x else share.owned(self.x)
+        at = zip(self.own_g, self.own_x, self.m, self.directions or [None] * len(places), strict=True)
+        # steps 4 to 7: their parameters are g, where they leave x_{t+1,0}
+        self.updates = [
+            make_outer_step([g], g, x, own_m, None, d, nesterov=m.config.nesterov) for g, x, own_m, d in at if len(g)
+        ]
+        self.held = share.node.locate(m.params, m.buckets, self.g, self.own_g)
+        self.numel = 0  # elements of the whole model in it
 
     def lay_out(self, share: Share) -> None:
         """Finds the live elements, again if a storage has moved."""
-        self.takes = list[outer.OuterStep]()  # step 3
+        self.takes = list[OuterStep]()  # step 3
         # all ranks' live elements, and the same of the payload: first of this rank, then of the others
         self.own, self.others = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
         self.copies = list[Tensor]()  # with offload, of this rank's live elements
@@ -203,7 +211,7 @@ class Slice:
                 if (n := len(payload)) and found is self.own:
                     if share.offload:  # the background reads copies
                         self.copies += (pieces := views(share.host[i][place][:n], pieces))
-                    x = (self.g if share._next_x else self.x)[i][:n]
+                    x = (self.g if share.next_x else self.x)[i][:n]
                     snapshot = self.snapshots[i][:n] if self.snapshots else None
                     self.takes.append(make_outer_step(pieces, payload, x, x, snapshot))
 
@@ -230,7 +238,7 @@ class Share:
         self.node, self.shard, self.offload, self._unit = node, shard, offload, unit
         self.stats: dict[str, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
-        self._copies: list[Copies] = []  # the last ones in that stream
+        self._copies: list[OtherWork] = []  # the last ones in that stream
         self._idle = self._copied = False
         self._merges_all = False  # see resliced
 
@@ -245,14 +253,13 @@ class Share:
 
     def owned(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Returns what this rank owns of flat tensors as long as its shares."""
-        group, allreduce = self.method.allreduce.group, self.method.allreduce
-        if not self.shard or group is None:
-            return list(flats)
-        return [flat.view(allreduce.world_size, -1)[allreduce.rank] for flat in flats]
+        rank = self.method.allreduce.rank if self.shard else 0
+        return [flat.view(self.owners, -1)[rank] for flat in flats]
 
     def attach(self, method: SharedMethod) -> None:
         """Makes the outer state, when the method has its buckets."""
         self.method, c = method, method.config
+        self.owners = method.allreduce.world_size if self.shard else 1
         if self.offload and method.params[0].is_cuda:
             self._stream = torch.cuda.Stream(method.params[0].device)
         self.g = self.node.own_shares(method.buckets)
@@ -261,31 +268,21 @@ class Share:
         self.x = new("outer_iterate", like=own if lone else self.g)
         self._own_x = self.x if lone else self.owned(self.x)
         # x_{t+1,0} of what this rank owns, while g holds it no more
-        self._next_x = new("next_outer_iterate", like=own) if lone else []
+        self.next_x = new("next_outer_iterate", like=own) if lone else []
         self.m = new("outer_momentum", like=own)
         directed = c.nesterov and (c.gap != "none" or method.in_paper_order)
-        self._directions = new("outer_step", like=own) if directed else []
+        self.directions = new("outer_step", like=own) if directed else []
         # No checkpoint holds the snapshot: when its average has arrived, the payload holds the change.
-        self._snapshots = [torch.zeros_like(g) for g in self.g] if c.merge == "keep_local" else []
+        self.snapshots = [torch.zeros_like(g) for g in self.g] if c.merge == "keep_local" else []
         self._layout: list[tuple[int, tuple[int, ...]]] = []
         self.host = [pinned(len(g), b.dtype) for b, g in zip(method.buckets, self.g, strict=True) if self.offload]
 
     def cut(self, count: int) -> list[Sequence[slice]]:
         """Cuts the shares into fragments, and returns the places of each in the shares."""
-        m, node, c = self.method, self.node, self.method.config
-        workers = m.allreduce.world_size if self.shard else 1  # of which each owns a part
-        self._slices: list[Slice] = []
-        for places in zip(*(self._cuts(b, g, count) for b, g in zip(m.buckets, self.g, strict=True)), strict=True):
-            owned = [slice(place.start // workers, place.stop // workers) for place in places]
-            g, x, snapshots = (parts_at(flats, places) for flats in (self.g, self.x, self._snapshots))
-            momenta, directions = (parts_at(flats, owned) for flats in (self.m, self._directions))
-            own, own_x = self.owned(g), x if self._next_x else self.owned(x)
-            at = zip(own, own_x, momenta, directions or [None] * len(own), strict=True)
-            steps = [make_outer_step([g], g, x, m, None, d, nesterov=c.nesterov) for g, x, m, d in at if len(g)]
-            held = node.locate(m.params, m.buckets, g, own)
-            self._slices.append(Slice(places, g, x, own_x, momenta, directions, snapshots, steps, held))
-        numels = [s.held.numel for s in self._slices]
-        numels = [numels] if node.group is None else of_all(numels, node.group)
+        at = [self._cuts(b, g, count) for b, g in zip(self.method.buckets, self.g, strict=True)]
+        self._slices = [Slice(self, places) for places in zip(*at, strict=True)]
+        numels = [[s.held.numel for s in self._slices]]
+        numels = numels if self.node.group is None else of_all(numels[0], self.node.group)
         for s, of_ranks in zip(self._slices, zip(*numels, strict=True), strict=True):
             s.numel = round(sum(of_ranks))
         self._layout = []
@@ -297,7 +294,7 @@ class Share:
         if count > 1 and self.node.of_shards and not self.shard:
             wholes = {id(p): given.numel() for p, given in zip(m.params, m.trained, strict=True)}
             return slices_alike([(p.numel(), wholes[id(p)]) for p in bucket.params], count)
-        return slices(len(g), count, m.allreduce.world_size * self._unit if self.shard else 1)
+        return slices(len(g), count, self.owners * self._unit if self.shard else 1)
 
     @property
     def now(self) -> Slice:
@@ -322,8 +319,8 @@ class Share:
         self.drain()
         for bucket in self.method.buckets:
             bucket.flatten(bucket.payload)
-        copy(self.x, self.owned(self.g) if self._next_x else self.g)
-        copy(self._next_x, self._own_x)
+        copy(self.x, self.owned(self.g) if self.next_x else self.g)
+        copy(self.next_x, self._own_x)
         self.numbers[WHOLE] = 1.0
 
     # -- on the main thread --------------------------------------------------------------------------------------------
@@ -355,12 +352,12 @@ class Share:
             for g in self.now.g if self._idle else ():
                 g.zero_()  # p + D may have been rounded
             return
-        copy(self._next_x, self.owned(self.g) if self._next_x else [])
+        copy(self.next_x, self.owned(self.g) if self.next_x else [])
         for taken in self.now.takes:
             taken.locate()
         for s in (s for taken in self.now.takes for s in taken.segments):
             own = outer.difference(s)
-            if not self._next_x:  # otherwise x is g itself
+            if not self.next_x:  # otherwise x is g itself
                 s.x.copy_(s.d)
             if not self.offload:
                 copy(s.params, s.d_views)
@@ -400,13 +397,13 @@ class Share:
         self._take_payload()
         self.numbers[ALPHA].zero_()
         if self.method.in_paper_order:
-            copy(self.x, self.owned(self.g) if self._next_x else self.g)
+            copy(self.x, self.owned(self.g) if self.next_x else self.g)
 
     @torch.no_grad()
     def merge(self) -> None:
         """The merge on arrival: p <- p + D for keep_local, otherwise p <- payload. One pass, without a wait."""
         whole = self.numbers[WHOLE] > 0
-        if not self._snapshots or (not read_blocks(whole) and whole):
+        if not self.snapshots or (not read_blocks(whole) and whole):
             return self._take_payload()
         params, changes = self._pairs()
         if read_blocks(whole):  # a GPU is not read: there p <- 0 + x
@@ -444,7 +441,7 @@ class Share:
         yield from self._outer_step(s)
         if self.shard and m.allreduce.group is not None:
             for g in s.g:
-                yield from gather_parts(g.view(m.allreduce.world_size, -1), m.allreduce.group)
+                yield from gather_parts(g.view(self.owners, -1), m.allreduce.group)
         rows = [shares[:, place] for shares, place in zip(node.shares(m.buckets), s.places, strict=True)]
         if node.of_shards:
             yield from node.gather(rows, s.g, s.held)  # only what several ranks hold
@@ -453,7 +450,7 @@ class Share:
         # In finish(), and after an exclusion, the parameters become x itself.
         all_finished = m.scalars["finished"] * m.reducer.scale > 1 - 1e-6
         whole = all_finished | (self.numbers[EXCLUDED] > 0)
-        self.numbers[WHOLE].copy_(whole if self._snapshots else torch.ones_like(whole))
+        self.numbers[WHOLE].copy_(whole if self.snapshots else torch.ones_like(whole))
         for g, snapshot in zip(s.g, s.snapshots, strict=False):
             for part, start in zip(*(f.split(outer.segment_size(g)) for f in (g, snapshot)), strict=True):
                 part.copy_(torch.where(whole, part, part - start))
@@ -478,16 +475,16 @@ class Share:
     def _outer_step(self, s: Slice) -> Iterator[Stage]:
         """Steps 4 to 7 on what this rank owns. g becomes x_{t+1,0}. An average of no local step changes nothing."""
         m, c, numbers = self.method, self.method.config, self.numbers
-        own, weight, moved = self.owned(s.g), m.scalars["weight"].double(), m.scalars["steps"] > 0
+        own, weight, moved = s.own_g, m.scalars["weight"].double(), m.scalars["steps"] > 0
         scale = torch.where(weight == 0, 1.0, 1 / weight)
         squares = sent = self._square(own, s.held.owned)
-        for x, following, g, b in zip(s.own_x, self._next_x, own, m.buckets, strict=False):
-            # each worker has sent x_{t+1,0} - p, and its local steps began at x_{t,0}: as the parameters' dtype holds both
+        for x, following, g, b in zip(s.own_x, self.next_x, own, m.buckets, strict=False):
+            # each worker has sent x_{t+1,0} - p, and its local steps began at x_{t,0}, both as p's dtype holds them
             begun, taken = (values.to(b.dtype).to(x.dtype) for values in (x, following))
             g.mul_(scale.to(g)).add_((weight > 0).to(g) * (begun - taken))
             x.copy_(following)
         sent_scale = scale
-        if self._next_x:
+        if self.next_x:
             squares, scale = self._square(own, s.held.owned), torch.ones_like(scale)
         sums = torch.stack([squares, numbers[M_SQUARES], numbers[STEP_SQUARES], sent])
         yield from self.node.sum([sums])
@@ -548,7 +545,7 @@ class Share:
         method = self.method
         for i, s in enumerate(self._slices):
             self._count(s, method.fragments[i].numbers, self._square(s.m, s.held.owned))
-        self._merges_all = bool(self._snapshots) and method.allreduce.in_flight
+        self._merges_all = bool(self.snapshots) and method.allreduce.in_flight
         if self._merges_all and self.numbers[WHOLE] > 0:  # every parameter becomes x
             self._fill()
 
@@ -567,7 +564,8 @@ class Share:
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
             yield
-            self._copies = [Copies(self._stream)]
+            end = self._stream.record_event()
+        self._copies = [OtherWork(end.query, end.synchronize)]
         compute.wait_stream(self._stream)
 
     def drain(self) -> None:
@@ -575,20 +573,6 @@ class Share:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).synchronize()  # it waits for the copies' stream
         self.node.end_vote()
-
-
-class Copies:
-    """The copies between a GPU and the host that were queued in a stream so far, as pending work."""
-
-    def __init__(self, stream: torch.cuda.Stream):
-        self._end = torch.cuda.Event()
-        self._end.record(stream)
-
-    def is_completed(self) -> bool:
-        return self._end.query()
-
-    def wait(self, timeout: Any = None) -> None:  # noqa: ARG002
-        self._end.synchronize()
 
 
 def parts_at(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
