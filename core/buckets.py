@@ -370,27 +370,6 @@ def has_changed(buffer: Tensor, first: Tensor) -> Tensor:
     return ~same_values(now, first).all()
 
 
-def first_nonfinite(buckets: Sequence[Bucket]) -> Tensor:
-    """Returns the number, from 1 over all buckets, of the first buffer with a non-finite value that is new; 0 for none.
-
-    It looks at the buffers that travel. The result is 0-d int64 on the first bucket's device, and the host does not
-    wait for it.
-    """
-    found = torch.zeros((), dtype=torch.int64, device=buckets[0].flat.device)
-    before = 0
-    for bucket in buckets:
-        flat = bucket.values
-        # on a CPU one sum finds that all is finite
-        if len(flat) and (read_blocks(flat) or not flat.sum().isfinite()):
-            bad = ~flat.isfinite() & ~same_values(flat, bucket.first)
-            # from an element to its buffer
-            place = torch.bucketize(bad.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
-            number = torch.where(bad.any(), before + 1 + bucket.numbers[place.clamp(max=len(bucket.buffers) - 1)], 0)
-            found = torch.where(found == 0, number.to(found.device), found)
-        before += len(bucket.given)
-    return found
-
-
 # -- tensors of every dtype and layout ------------------------------------------------------------------------------
 
 _COMPRESSED = {  # layout -> the methods that return a sparse tensor's parts

@@ -67,8 +67,8 @@ from .buckets import all_finite, is_dtensor, local_shard, tensors_of, unique
 from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
 from .errors import UserError
-from .groups import Holders, groups_of, of_all
-from .guards.inputs import refuse_fsdp, refuse_shards
+from .groups import Holders, of_all
+from .guards.inputs import groups_of, refuse_fsdp, refuse_shards
 from .guards.workers import OutlierFilter
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
@@ -198,8 +198,6 @@ class CO2(LocalUpdateMethod, SharedMethod):
             return True
         if self.sync_schedule.fragments not in (None, len(self.fragments)):
             self._cut(self.sync_schedule.fragments)
-        if self.share is not None and (reason := self.node.check(self.params)):
-            raise self.allreduce.failure(reason, "the comparison of a node's parameters")
         # The parameters may differ from x by a rounding of keep_local. That is no progress, so it must not be sent.
         idle = finished and not self.local_steps
         if idle and self.share is None:

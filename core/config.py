@@ -18,12 +18,12 @@ from .comm import AsyncAllReduce, Reducer
 from .compression.formats import BLOCK, BLOCK_BYTES, NarrowFormat, UniformFormat
 from .compression.lgreco.choices import LGrecoConfig, parse
 from .errors import UserError, env_number, is_number, is_whole, require
-from .groups import backend_for, check_names
+from .groups import backend_for
 from .guards import failure
 from .guards.extra import ExtraAverage, Given
-from .guards.inputs import refuse_shards
+from .guards.inputs import check_names, refuse_shards
 from .guards.usage import UsageChecks
-from .guards.workers import OutlierFilter, ReplicaChecksum
+from .guards.workers import NodeCheck, OutlierFilter, ReplicaChecksum
 from .hooks import Hook, MasterWeightSync, SyncSchedule
 from .outer import Merge
 from .tau import AdaptiveTau, TauTuner
@@ -495,7 +495,7 @@ def build_args(
     hooks += [MasterWeightSync(masters)] if masters else []
     if extra is not None and not (isinstance(extra, list | tuple) and not extra):
         hooks.append(ExtraAverage(extra))
-    hooks.append(UsageChecks(masters))
+    hooks += [NodeCheck(), UsageChecks(masters)]
     of_group = {name: given for name, given in args.items() if name in ("group", "timeout")}
     make = allreduce or allreduce_over(args.get("link"))
     return {

@@ -129,7 +129,7 @@ class Node:
             if n > 1 and on:
                 self._equal.setdefault(on, []).append(local_shard(t).detach())
         self._holdings = [holdings.get(id(p), (1, ())) for p in params if p.requires_grad]
-        self._votes, self._is_checked = None, False
+        self._votes = None
         if votes and inner is not None:
             self._votes = Votes(new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True))
         self.groups = [g for g in (self.group, self._votes and self._votes.group) if g is not None]
@@ -185,34 +185,13 @@ class Node:
             yield [OtherWork(lambda: True, work.wait) for work in works], flat.nbytes * len(peers) * sends
         copy(tensors, views(flat, tensors))
 
-    def check(self, trained: Sequence[Tensor]) -> str:
-        """Raises UserError if parameters that all ranks of the inner group hold have become different, by their norm.
-
-        Only the first call compares them. Each rank sends a part of them for all.
+    def on_all_ranks(self, trained: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tensors that all ranks of the inner group hold.
 
         Args:
             trained: The local tensors of `params` that require a gradient, in the same order.
-
-        Returns:
-            Why they could not be compared, such as a missing rank, or "" if they are equal.
         """
-        shared = [p.detach() for p, (n, _) in zip(trained, self._holdings, strict=True) if n == self.size and p.numel()]
-        if self.group is None or not shared or self._is_checked:
-            return ""
-        self._is_checked = True
-        try:
-            norms = of_all(outer.norm(shared).item(), self.group)
-        except RuntimeError as error:
-            return str(error)
-        highest, lowest = max(norms), min(norms)
-        if highest - lowest > 1e-6 * abs(highest):
-            what = "unsharded parameters" if self.of_shards else "parameters"
-            raise UserError(
-                f"the {what} of one node's workers differ (norms from {lowest:.9g} to {highest:.9g}): they must "
-                "synchronize gradients in every step, as DistributedDataParallel over mesh.get_group(1); or give "
-                "no mesh, or shards=True for pipeline stages"
-            )
-        return ""
+        return [p.detach() for p, (n, _) in zip(trained, self._holdings, strict=True) if n == self.size and p.numel()]
 
     def vote(self, arrived: bool) -> bool:
         """Returns whether to merge after this local step, the same on all ranks of the node."""
@@ -228,7 +207,7 @@ class Node:
     ) -> Held:
         """Finds what several ranks hold in `flats`, views of the shares, and in what this rank owns of them.
 
-        `trained`: see check. Each element of DDP's payload is in one share only.
+        `trained`: see on_all_ranks. Each element of DDP's payload is in one share only.
         """
         of_each = {id(t): h if self.of_shards else (1, ()) for t, h in zip(trained, self._holdings, strict=True)}
         here = _places(buckets, flats, of_each)

@@ -40,7 +40,6 @@ from .buckets import (
     BucketShare,
     copy,
     elements,
-    first_nonfinite,
     has_triton,
     make_buckets,
     on_device,
@@ -50,7 +49,7 @@ from .buckets import (
 )
 from .comm import BACKGROUND, OtherWork, Reducer, Stage, gather_parts, sum_flats
 from .groups import of_all
-from .guards.workers import OutlierFilter
+from .guards.workers import OutlierFilter, first_nonfinite
 from .hooks import HookedMethod
 from .nodes import Holding, Node, Where
 from .outer import FusedOuterStep, OuterStep

@@ -35,8 +35,9 @@ from ..comm import PAUSE, Stage, gather_parts, ring_bytes, sum_parts
 from ..compression.quantized import HELD_BACK
 from ..config import CompressionConfig
 from ..errors import DivergedError, UserError, is_number
-from ..groups import broadcast, compare, groups_of, leave_group, new_group
+from ..groups import broadcast, compare, leave_group, new_group
 from ..guards import failure
+from ..guards.inputs import groups_of
 from ..hooks import Hook, Requests
 from ..local_update import Loop
 from ..state import of_rank, on_host, under_rank

@@ -24,8 +24,8 @@ from ..config import (
     of_kind,
 )
 from ..errors import UserError
-from ..groups import check_mesh
 from ..guards.extra import Given
+from ..guards.inputs import check_mesh
 from ..hooks import Hook
 from ..local_update import LocalUpdateMethod
 from ..testing.link import Link
