@@ -87,10 +87,10 @@ class Bucket:
             v.to(b.device) for v, b in zip(views(self.first_values, self.given), self.given, strict=True)
         ]
         self.travelling, self.fresh = list[int](), list[int]()
-        self.send(range(len(self.given)))
+        self.choose_buffers(range(len(self.given)))
         self.fresh = []
 
-    def send(self, places: Iterable[int]) -> None:
+    def choose_buffers(self, places: Iterable[int]) -> None:
         """Sets which buffers travel, by their places in `given`, and which of them are `fresh`."""
         chosen = sorted(places)
         self.fresh = [i for i, place in enumerate(chosen) if place not in self.travelling]
@@ -100,15 +100,12 @@ class Bucket:
         self.start = self.end - sum(b.numel() for b in self.buffers)
         self.rest, self.values = self.flat[self.start :], self.flat[self.start : self.end]
         self.buffer_views = views(self.values, self.buffers)
-        if len(chosen) == len(self.given):
-            self.first, self.numbers, sizes = self.first_values, self._places, self._sizes
-        else:  # slices of tensors that are there, because the host would wait for a copy to a GPU
-            firsts = views(self.first_values, self.given)
-            self.first = torch.cat([self.first_values[:0], *(firsts[i].reshape(-1) for i in chosen)])
-            self.numbers, sizes = (
-                torch.cat([of_each[:0], *(of_each[i : i + 1] for i in chosen)])
-                for of_each in (self._places, self._sizes)
-            )
+        # slices of tensors that are there, because the host would wait for a copy to a GPU
+        firsts = views(self.first_values, self.given)
+        self.first = torch.cat([self.first_values[:0], *(firsts[i].reshape(-1) for i in chosen)])
+        self.numbers, sizes = (
+            torch.cat([of_each[:0], *(of_each[i : i + 1] for i in chosen)]) for of_each in (self._places, self._sizes)
+        )
         self.buffer_ends = sizes.cumsum(0)
 
     def sent(self) -> list[Tensor]:
@@ -280,14 +277,10 @@ def rescale(flat: Tensor, scale: float | Tensor) -> None:
     flat.mul_(scale.to(flat) if isinstance(scale, Tensor) else scale)
 
 
+@functools.cache
 def has_triton(device: torch.device) -> bool:
     """Returns whether Triton's kernels run on this device. CUDA builds of torch for Linux include Triton."""
-    return device.type == "cuda" and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:

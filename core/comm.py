@@ -101,6 +101,13 @@ def gather_parts(parts: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
         parts.copy_(to)
 
 
+def run(stages: Iterator[Stage]) -> None:
+    """Runs stages one after the other. The caller waits for each of them."""
+    for works, _ in stages:
+        for work in works:
+            work.wait()
+
+
 RECENT = 8  # launch intervals that the timeout follows, so a slow compilation counts for so many rounds
 LEFT = "this worker has left the other workers after an exception: make a new object to train on"
 UNKNOWN = "a worker has failed or cannot be reached, it is not known which"
@@ -136,6 +143,7 @@ class AsyncAllReduce:
             calling thread's time in launch() and done(), plus its time in wait() on a CPU. On a GPU the last term is
             how long the current stream stalls.
         in_flight: Whether an all-reduce was launched and not waited for.
+        failed: Why an all-reduce has failed, or that leave() was called. "" as long as neither has happened.
         place: This worker's index among the scalars with a place per worker. There are `places` of them.
         most: Largest number of workers that the group may ever have.
         is_elastic: Whether workers may leave and join.
@@ -184,7 +192,7 @@ class AsyncAllReduce:
         self._caller_waits = threading.Event()  # tells the thread that the caller waits, so polling can stop
         self._error: Exception | None = None  # raised by a stage
         self._lock = threading.Lock()  # held while the thread starts a stage
-        self._failed = ""
+        self.failed = ""
         self._launched_at = time.perf_counter()
         self._intervals = deque([0.0], RECENT)  # seconds between the last launches
         self._host_seconds = 0.0  # the calling thread's time in here since the last launch
@@ -203,22 +211,14 @@ class AsyncAllReduce:
 
         The first one connects peers and loads kernels. Both can make the host wait for a late peer.
         """
-        if not self._by_nccl:
-            return False
-        for works, _ in stages:
-            for work in works:
-                work.wait()
-        return True
-
-    @property
-    def failed(self) -> bool:
-        """Whether an all-reduce has failed, or leave() was called."""
-        return bool(self._failed)
+        if self._by_nccl:
+            run(stages)
+        return self._by_nccl
 
     def check_alive(self) -> None:
         """Raises CollectiveError again if an all-reduce has failed."""
-        if self._failed:
-            raise CollectiveError(self._failed)
+        if self.failed:
+            raise CollectiveError(self.failed)
 
     def launch(self, stages: Iterator[Stage]) -> None:
         """Starts the stages, and returns at once. Step 3 of Algorithm 1."""
@@ -240,8 +240,8 @@ class AsyncAllReduce:
 
     def done(self) -> bool:
         """Returns whether all stages are complete, or queued with NCCL. Never blocks."""
-        if self._failed:
-            raise CollectiveError(self._failed)
+        if self.failed:
+            raise CollectiveError(self.failed)
         if self._thread is None:
             return True
         began = time.perf_counter()
@@ -330,7 +330,7 @@ class AsyncAllReduce:
         left, self.group, self.timed_groups = self.timed_groups, None, []
         if not left:
             return
-        self._failed, self.in_flight = self._failed or LEFT, False
+        self.failed, self.in_flight = self.failed or LEFT, False
         for group in left if self._by_nccl else []:
             group.abort()  # otherwise its kernels wait for the peers
         thread, self._thread = self._thread, None
@@ -429,7 +429,7 @@ class AsyncAllReduce:
         if isinstance(error, RuntimeError) and self.group is not None:
             raise self.failure(str(error))
         self.in_flight = False
-        self._failed = f"a reduction failed before: {type(error).__name__}: {error}"
+        self.failed = f"a reduction failed before: {type(error).__name__}: {error}"
         raise error
 
     def failure(self, reason: str, what: str = "") -> CollectiveError:
@@ -449,11 +449,11 @@ class AsyncAllReduce:
         del group
         # With a node's group, not all ranks take part in both groups.
         failed = self._failures.describe_failed(ranks if only_group else ()) if self._failures else UNKNOWN
-        self._failed = (
+        self.failed = (
             f"rank {ranks[self.rank]}: {what or f'the all-reduce of round {number}'} failed; {failed} "
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
         )
-        return CollectiveError(self._failed)
+        return CollectiveError(self.failed)
 
 
 def _without_traceback(error: Exception) -> Exception:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import outer
 from .buckets import Bucket, copy, is_dtensor, local_shard, views
-from .comm import OtherWork, Stage, gather_parts, send_first, set_timeout, sum_flats
+from .comm import OtherWork, Stage, gather_parts, run, send_first, set_timeout, sum_flats
 from .errors import UserError
 from .groups import (
     Holders,
@@ -163,9 +163,7 @@ class Node:
                         f"rank {dist.get_rank()} {own}: give the parameters that they share in one order on all"
                     )
         for ranks, tensors in some.items():
-            for works, _ in self._from_first(ranks, tensors):
-                for work in works:
-                    work.wait()
+            run(self._from_first(ranks, tensors))
 
     def _from_first(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> Iterator[Stage]:
         """Sends the first one's values to the other `ranks`, which all call it.

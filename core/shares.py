@@ -47,7 +47,7 @@ from .buckets import (
     views,
     wipe,
 )
-from .comm import BACKGROUND, OtherWork, Reducer, Stage, gather_parts, sum_flats
+from .comm import BACKGROUND, OtherWork, Reducer, Stage, gather_parts, run, sum_flats
 from .groups import of_all
 from .guards.workers import OutlierFilter, first_nonfinite
 from .hooks import HookedMethod
@@ -386,9 +386,8 @@ class Share:
         """payload <- x, in all fragments. The ranks of the node wait for each other."""
         node, buckets = self.node, self.method.buckets
         copy(self.g, self.x)
-        for works, _ in node.gather(node.shares(buckets), self.g, self.now.held) if not node.of_shards else ():
-            for work in works:
-                work.wait()
+        if not node.of_shards:
+            run(node.gather(node.shares(buckets), self.g, self.now.held))
 
     @torch.no_grad()
     def end(self) -> None:
