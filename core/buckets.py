@@ -304,11 +304,6 @@ def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
         zero_each(list(flats))
 
 
-def writes(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Returns for each tensor what changes when it is written in place or gets other memory."""
-    return [(t._version, t.data_ptr()) for t in tensors]
-
-
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns each tensor object once, in order, so that tied parameters count once."""
     return list({id(t): t for t in tensors}.values())
@@ -489,7 +484,10 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     UserError if `given` is a single tensor or a module, or a tensor has no memory yet, and in inference mode, because a
     method's tensors could not be written to later.
     """
-    refuse_inference_mode()
+    if torch.is_inference_mode_enabled():
+        raise UserError(
+            "made under torch.inference_mode(), a method could not train later: make it outside of that block"
+        )
     if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
         raise UserError(
             f"{name}: one {type(given).__name__} is given: give a list of tensors, as a model's {name}() returns"
@@ -509,14 +507,6 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
                 "model.to_empty(device=...) and initialize the model, or load weights, first"
             )
     return tensors
-
-
-def refuse_inference_mode() -> None:
-    """Raises UserError under torch.inference_mode()."""
-    if torch.is_inference_mode_enabled():
-        raise UserError(
-            "made under torch.inference_mode(), a method could not train later: make it outside of that block"
-        )
 
 
 def on_device(flag: Tensor, device: torch.device) -> Tensor:

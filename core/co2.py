@@ -73,7 +73,7 @@ from .guards.workers import OutlierFilter
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
 from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices_of
-from .state import REQUIRED, on_host
+from .state import on_host
 from .stats import RoundStats, defer
 
 OWN = len(OWN_SCALARS)  # scalars that travel with every fragment
@@ -113,7 +113,6 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     name = "CO2"
     sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
-    _required = (*REQUIRED, "fragments")
     fragments: Sequence[Fragment] = ()
     _reached_in = -1  # the round whose boundary has merged all fragments for an evaluation
 

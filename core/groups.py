@@ -278,10 +278,11 @@ def local_world_size(env: Mapping[str, str] = os.environ) -> int:
 
 
 Holders = Mapping[Tensor, Sequence[int]]  # parameter -> the ranks that hold the same elements of it as this rank
+Holding = tuple[int, tuple[int, ...]]  # how many ranks hold a tensor, and which ones, if that is known
 
 
-def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
-    """Returns how many of `ranks`, an inner group, hold the same elements of `t` as this rank, itself included.
+def holding_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> Holding:
+    """Returns which of `ranks`, an inner group, hold the same elements of `t` as this rank, itself included.
 
     If `shards` does not name them, all ranks hold a plain tensor, or only this rank if `shards` is True. A DTensor's
     placements name its holders. UserError if a DTensor holds partial sums, or holders are outside of the group.
@@ -292,10 +293,10 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
                 f"shards: ranks {[*holders]} should hold a parameter of rank {dist.get_rank()}, whose inner group is "
                 f"{[*ranks]}: give ranks of that group, including rank {dist.get_rank()}"
             )
-        return len({*holders})
+        return len({*holders}), tuple(sorted({*holders}))
     separate = shards is not False
     if not is_dtensor(t):
-        return 1 if separate else len(ranks)
+        return (1, ()) if separate else (len(ranks), tuple(ranks))
     mesh = t.device_mesh
     holders = len(set(mesh.mesh.flatten().tolist()) & set(ranks)) if separate else len(ranks)
     for dim, placement in enumerate(t.placements):
@@ -310,7 +311,7 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
                 "be averaged; give mesh=[replicate, shard] whose second dimension holds the whole model"
             )
         holders //= len(over)  # each of these ranks holds different elements
-    return holders
+    return holders, tuple(ranks) if holders == len(ranks) else ()
 
 
 class Votes:

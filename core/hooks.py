@@ -184,6 +184,13 @@ class Hook:
             UserError: For a tensor that cannot be averaged.
         """
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """The method is about to load its part of a checkpoint.
+
+        Raises:
+            UserError: If it cannot go on from that.
+        """
+
     def attach(self, method: HookedMethod) -> None:
         """The method is made, or starts anew from its parameters or from a checkpoint."""
         self.method = method

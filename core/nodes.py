@@ -17,10 +17,11 @@ from .comm import OtherWork, Stage, gather_parts, run, send_first, set_timeout, 
 from .errors import UserError
 from .groups import (
     Holders,
+    Holding,
     Votes,
     broadcast,
     compare,
-    copies_of,
+    holding_of,
     leave_group,
     local_world_size,
     new_group,
@@ -55,7 +56,6 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
     return mesh
 
 
-Holding = tuple[int, tuple[int, ...]]  # on how many ranks of a node a tensor is, and on which, if that is known
 Where = list[tuple[int, slice]]  # [(index of a flat tensor, slice of it)]
 
 
@@ -116,19 +116,16 @@ class Node:
             what = "shards=True needs" if separate else "DTensors as parameters need"
             raise UserError(f"{what} mesh=: without it different shards would be averaged")
         ranks = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
-        copies = {id(t): copies_of(t, ranks, shards) for t in [*params, *buffers]}
-        if not separate and any(copies[id(b)] < len(ranks) for b in buffers):
+        holdings = {id(t): holding_of(t, ranks, shards) for t in [*params, *buffers]}
+        if not separate and any(holdings[id(b)][0] < len(ranks) for b in buffers):
             raise UserError("a DTensor among the buffers is sharded, and its average would mix shards: leave it out")
         self.size, self.rank = len(ranks), dist.get_rank(self.group) if self.group is not None else 0
         self.parts, self.row = (1, 0) if self.of_shards else (self.size, self.rank)
-        holdings: dict[int, Holding] = {}
+        self._holdings = [holdings[id(p)] for p in params if p.requires_grad]
         self._equal: dict[tuple[int, ...], list[Tensor]] = {}  # ranks -> the local tensors that are equal on them
-        for t in [*params, *buffers] if self.size > 1 else ():
-            named = shards.get(t, ()) if isinstance(shards, Mapping) else ()
-            holdings[id(t)] = n, on = copies[id(t)], tuple(sorted(ranks if copies[id(t)] == self.size else {*named}))
-            if n > 1 and on:
+        for t in [*params, *buffers]:
+            if len(on := holdings[id(t)][1]) > 1:
                 self._equal.setdefault(on, []).append(local_shard(t).detach())
-        self._holdings = [holdings.get(id(p), (1, ())) for p in params if p.requires_grad]
         self._votes = None
         if votes and inner is not None:
             self._votes = Votes(new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True))

@@ -48,10 +48,10 @@ from .buckets import (
     wipe,
 )
 from .comm import BACKGROUND, OtherWork, Reducer, Stage, gather_parts, run, sum_flats
-from .groups import of_all
+from .groups import Holding, of_all
 from .guards.workers import OutlierFilter, first_nonfinite
 from .hooks import HookedMethod
-from .nodes import Holding, Node, Where
+from .nodes import Node, Where
 from .outer import FusedOuterStep, OuterStep
 from .stats import read_blocks
 
@@ -526,19 +526,12 @@ class Share:
         """Returns this rank's part of the node's sum of squares, 0-d float64. `where` is of these flats, see Held."""
         return outer.norm(flats).double().square() - self.node.surplus(flats, where)
 
-    def without_merged(self, flats: Sequence[Tensor]) -> None:
-        """Zeros saved payloads, copies of the buckets' flat tensors, outside of the change in flight."""
-        for bucket, flat, place in zip(self.method.buckets, flats, self.now.places, strict=True):
-            rows = flat[: bucket.padded].view(self.node.parts, -1)
-            rows[:, : place.start] = 0
-            rows[:, place.stop if self.method.allreduce.in_flight else place.start :] = 0
-
     @torch.no_grad()
     def resliced(self) -> None:
         """Adapts a state that ranks with other shares have saved, in which fragments had other elements.
 
-        Every fragment's sums of squares are counted. The change in flight is merged in all fragments, because
-        `without_merged` has zeroed the rest.
+        Every fragment's sums of squares are counted. The change in flight is merged in all fragments. The saved
+        payloads are zero elsewhere.
         """
         method = self.method
         for i, s in enumerate(self._slices):

@@ -45,29 +45,6 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-REQUIRED = ("method", "flats", "workers", "places", "reducer", "taus", "launched")
-"""Keys in every method's part of a checkpoint."""
-
-
-def check_run(state: Mapping[str, Any], method: str, workers: int, required: Sequence[str], *, equal: bool) -> None:
-    """Raises UserError if another method or an older version, without a `required` key, wrote a checkpoint.
-
-    The same holds for another number of workers, unless all workers had `equal` outer states.
-    """
-    if (other := state.get("method", method)) != method:
-        raise UserError(f"the checkpoint is of {other}, not {method}: resume with its method")
-    if missing := [key for key in required if key not in state]:
-        raise UserError(
-            f"the checkpoint's state has no {missing[0]!r}, so an older version wrote it: resume with that version, or "
-            "start afresh"
-        )
-    if state["workers"] != workers and not equal:
-        raise UserError(
-            f"the checkpoint is of {state['workers']} workers, here there are {workers}, and each held a part of the "
-            "outer state of its own: resume with as many"
-        )
-
-
 def order_of(params: Iterable[Tensor]) -> int:
     """Returns a number that follows from the parameters' shapes and their order."""
     return zlib.crc32(str([tuple(p.shape) for p in params]).encode())
@@ -103,7 +80,6 @@ class SavedMethod(HookedMethod):
     """The part of a LocalUpdateMethod that saves and restores its state."""
 
     _unsaved: Collection[str] = ()  # names in `state` that no later outer step reads: zeros after a resume
-    _required: Sequence[str] = REQUIRED
     _own_buffers: list[tuple[Bucket, list[Tensor]]]
     _changing: set[int] | None
     _sent: set[int] | None
@@ -190,15 +166,10 @@ class SavedMethod(HookedMethod):
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
         """Restores what _local_state returned."""
-        workers = self.allreduce.world_size
-        check_run(state, self.name, workers, self._required, equal=bool(self.replicated) or not self.state)
+        for check_state in self._calls("check_state"):
+            check_state(state)
         kind = state["reducer"] if self.reducer.changes else self.reducer.kind
-        if state["in_flight"] and (state["reducer"] == Reducer.kind) != (kind == Reducer.kind):
-            raise UserError(  # one holds a sum, the other a mean
-                f"the checkpoint holds an all-reduce in {state['reducer']}, and {kind} cannot go on with it: resume "
-                "with the compression that wrote it"
-            )
-        resized_group = (state["workers"], state["places"]) != (workers, self.allreduce.places)
+        resized_group = (state["workers"], state["places"]) != (self.allreduce.world_size, self.allreduce.places)
         # Error feedback belongs to a number of workers. A plain sum has none, and carries its own weight.
         sums = state["reducer"] == kind == Reducer.kind
         residual = not resized_group and not sums and "residual" in state  # elastic workers save none

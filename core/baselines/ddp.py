@@ -27,7 +27,6 @@ from ..buckets import (
     has_mean,
     is_dtensor,
     keep_unchanged,
-    refuse_inference_mode,
     tensors_of,
     views,
 )
@@ -223,8 +222,7 @@ class DDP(Loop):
         mesh: DeviceMesh | None = None,
         **options: Any,
     ):
-        refuse_inference_mode()
-        if not any(p.requires_grad for p in model.parameters()):
+        if not any(p.requires_grad for p in tensors_of(model.parameters(), "parameters")):
             raise UserError("no parameter requires a gradient: nothing to train")
         if not (is_number(cap := options.get("bucket_cap_mb", 25)) and 0 < cap < math.inf):
             raise UserError(f"bucket_cap_mb={cap!r}: give MiB, above 0, as 25 is usual")

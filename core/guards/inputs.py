@@ -1,4 +1,4 @@
-"""Refuses what no method can average: tensors, sharded models, meshes, and workers that cannot meet."""
+"""Refuses what no method can average: tensors, checkpoints, meshes, sharded models, and workers that cannot meet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buckets import is_dtensor
+from ..comm import Reducer
 from ..errors import UserError, env_number
 from ..groups import WORLD, backend_for, is_alive, of_all
+from ..hooks import HookedMethod
 
 
 def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
@@ -97,6 +99,37 @@ def _span(t: Tensor) -> tuple[str, int, int]:
     """Returns the tensor's device, and its first and last address."""
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return str(t.device), t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+REQUIRED = ("method", "flats", "workers", "places", "reducer", "taus", "launched")
+"""Keys in every method's part of a checkpoint."""
+
+
+def check_state(method: HookedMethod, state: Mapping[str, Any]) -> None:
+    """Raises UserError if another method or an older version, without a required key, wrote a checkpoint.
+
+    The same holds for another number of workers, unless all workers had equal outer states, and for an average in
+    flight that this method's reducer cannot go on with.
+    """
+    if (other := state.get("method", method.name)) != method.name:
+        raise UserError(f"the checkpoint is of {other}, not {method.name}: resume with its method")
+    required = (*REQUIRED, "fragments") if hasattr(method, "fragments") else REQUIRED
+    if missing := [key for key in required if key not in state]:
+        raise UserError(
+            f"the checkpoint's state has no {missing[0]!r}, so an older version wrote it: resume with that version, or "
+            "start afresh"
+        )
+    if state["workers"] != (workers := method.allreduce.world_size) and method.state and not method.replicated:
+        raise UserError(
+            f"the checkpoint is of {state['workers']} workers, here there are {workers}, and each held a part of the "
+            "outer state of its own: resume with as many"
+        )
+    kind = state["reducer"] if method.reducer.changes else method.reducer.kind
+    if state["in_flight"] and (state["reducer"] == Reducer.kind) != (kind == Reducer.kind):
+        raise UserError(  # one holds a sum, the other a mean
+            f"the checkpoint holds an all-reduce in {state['reducer']}, and {kind} cannot go on with it: resume "
+            "with the compression that wrote it"
+        )
 
 
 def check_env(env: Mapping[str, str] = os.environ) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..buckets import local_shard, parts_of, views, writes
+from ..buckets import local_shard, parts_of, views
 from ..errors import UserError
 from ..hooks import Hook, HookedMethod, forget
 from ..outer import norm
-from .inputs import FSDP, _imported, _instances, _ranks, check_group, check_inputs, refuse_fsdp
+from .inputs import FSDP, _imported, _instances, _ranks, check_group, check_inputs, check_state, refuse_fsdp
 
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
 # Relative to a tensor's norm. Weights that an evaluation swaps out and in come back exactly or nearly. With ROUGHLY a
@@ -131,6 +131,9 @@ class UsageChecks(Hook):
 
     def check_inputs(self, given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         check_inputs(given, params, buffers)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        check_state(self.method, state)
 
     def attach(self, method: HookedMethod) -> None:
         is_new = not hasattr(self, "method")
@@ -307,6 +310,11 @@ class UsageChecks(Hook):
 
 _active: weakref.WeakSet[UsageChecks] = weakref.WeakSet()
 _dropped: list[str] = []  # warnings of methods that were garbage-collected since the last one was made
+
+
+def writes(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Returns for each tensor what changes when it is written in place or gets other memory."""
+    return [(t._version, t.data_ptr()) for t in tensors]
 
 
 @functools.cache  # once, and never removed, because torch may be calling its hooks
