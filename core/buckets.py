@@ -87,10 +87,10 @@ class Bucket:
             v.to(b.device) for v, b in zip(views(self.first_values, self.given), self.given, strict=True)
         ]
         self.travelling, self.fresh = list[int](), list[int]()
-        self.send(range(len(self.given)))
+        self.choose_buffers(range(len(self.given)))
         self.fresh = []
 
-    def send(self, places: Iterable[int]) -> None:
+    def choose_buffers(self, places: Iterable[int]) -> None:
         """Sets which buffers travel, by their places in `given`, and which of them are `fresh`."""
         chosen = sorted(places)
         self.fresh = [i for i, place in enumerate(chosen) if place not in self.travelling]
@@ -100,15 +100,12 @@ class Bucket:
         self.start = self.end - sum(b.numel() for b in self.buffers)
         self.rest, self.values = self.flat[self.start :], self.flat[self.start : self.end]
         self.buffer_views = views(self.values, self.buffers)
-        if len(chosen) == len(self.given):
-            self.first, self.numbers, sizes = self.first_values, self._places, self._sizes
-        else:  # slices of tensors that are there, because the host would wait for a copy to a GPU
-            firsts = views(self.first_values, self.given)
-            self.first = torch.cat([self.first_values[:0], *(firsts[i].reshape(-1) for i in chosen)])
-            self.numbers, sizes = (
-                torch.cat([of_each[:0], *(of_each[i : i + 1] for i in chosen)])
-                for of_each in (self._places, self._sizes)
-            )
+        # slices of tensors that are there, because the host would wait for a copy to a GPU
+        firsts = views(self.first_values, self.given)
+        self.first = torch.cat([self.first_values[:0], *(firsts[i].reshape(-1) for i in chosen)])
+        self.numbers, sizes = (
+            torch.cat([of_each[:0], *(of_each[i : i + 1] for i in chosen)]) for of_each in (self._places, self._sizes)
+        )
         self.buffer_ends = sizes.cumsum(0)
 
     def sent(self) -> list[Tensor]:
@@ -233,8 +230,10 @@ class State(dict[str, list[Tensor]]):
         self._own: set[str] = set()  # names of tensors that differ between workers
 
     @torch.no_grad()
-    def new(self, name: str, *, of_params: bool = False, own: bool = False) -> list[Tensor]:
-        """Makes flat tensors in the shapes of the payloads.
+    def new(
+        self, name: str, *, of_params: bool = False, own: bool = False, like: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """Makes flat tensors in the shapes of the payloads, or of `like`.
 
         Args:
             name: Their name in checkpoints.
@@ -243,7 +242,7 @@ class State(dict[str, list[Tensor]]):
         """
         self._own |= {name} if own else set()
         self._of_params |= {name} if of_params else set()
-        self[name] = [torch.zeros_like(b.payload) for b in self._buckets]
+        self[name] = [torch.zeros_like(t) for t in like or [b.payload for b in self._buckets]]
         self.begin(name)
         return self[name]
 
@@ -278,14 +277,10 @@ def rescale(flat: Tensor, scale: float | Tensor) -> None:
     flat.mul_(scale.to(flat) if isinstance(scale, Tensor) else scale)
 
 
+@functools.cache
 def has_triton(device: torch.device) -> bool:
     """Returns whether Triton's kernels run on this device. CUDA builds of torch for Linux include Triton."""
-    return device.type == "cuda" and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def copy_where(where: Tensor, to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
@@ -307,11 +302,6 @@ def wipe(flats: Sequence[Tensor], where: Tensor) -> None:
             flat.masked_fill_(where.to(flat.device), 0)
     elif where and flats:
         zero_each(list(flats))
-
-
-def writes(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Returns for each tensor what changes when it is written in place or gets other memory."""
-    return [(t._version, t.data_ptr()) for t in tensors]
 
 
 def unique(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -366,27 +356,6 @@ def has_changed(buffer: Tensor, first: Tensor) -> Tensor:
     if not read_blocks(now) and torch.equal(now, first):
         return torch.zeros((), dtype=torch.bool, device="cpu")
     return ~same_values(now, first).all()
-
-
-def first_nonfinite(buckets: Sequence[Bucket]) -> Tensor:
-    """Returns the number, from 1 over all buckets, of the first buffer with a non-finite value that is new; 0 for none.
-
-    It looks at the buffers that travel. The result is 0-d int64 on the first bucket's device, and the host does not
-    wait for it.
-    """
-    found = torch.zeros((), dtype=torch.int64, device=buckets[0].flat.device)
-    before = 0
-    for bucket in buckets:
-        flat = bucket.values
-        # on a CPU one sum finds that all is finite
-        if len(flat) and (read_blocks(flat) or not flat.sum().isfinite()):
-            bad = ~flat.isfinite() & ~same_values(flat, bucket.first)
-            # from an element to its buffer
-            place = torch.bucketize(bad.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
-            number = torch.where(bad.any(), before + 1 + bucket.numbers[place.clamp(max=len(bucket.buffers) - 1)], 0)
-            found = torch.where(found == 0, number.to(found.device), found)
-        before += len(bucket.given)
-    return found
 
 
 # -- tensors of every dtype and layout ------------------------------------------------------------------------------
@@ -515,7 +484,10 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     UserError if `given` is a single tensor or a module, or a tensor has no memory yet, and in inference mode, because a
     method's tensors could not be written to later.
     """
-    refuse_inference_mode()
+    if torch.is_inference_mode_enabled():
+        raise UserError(
+            "made under torch.inference_mode(), a method could not train later: make it outside of that block"
+        )
     if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
         raise UserError(
             f"{name}: one {type(given).__name__} is given: give a list of tensors, as a model's {name}() returns"
@@ -535,14 +507,6 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
                 "model.to_empty(device=...) and initialize the model, or load weights, first"
             )
     return tensors
-
-
-def refuse_inference_mode() -> None:
-    """Raises UserError under torch.inference_mode()."""
-    if torch.is_inference_mode_enabled():
-        raise UserError(
-            "made under torch.inference_mode(), a method could not train later: make it outside of that block"
-        )
 
 
 def on_device(flag: Tensor, device: torch.device) -> Tensor:

@@ -67,12 +67,12 @@ from .buckets import all_finite, is_dtensor, local_shard, tensors_of, unique
 from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, named_rule, scheduled
 from .errors import UserError
-from .groups import Holders, groups_of, of_all
+from .groups import Holders, of_all
 from .hooks import GUARDS, Judge
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
 from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices_of
-from .state import REQUIRED, on_host
+from .state import on_host
 from .stats import RoundStats, defer
 
 OWN = len(OWN_SCALARS)  # scalars that travel with every fragment
@@ -112,7 +112,6 @@ class CO2(LocalUpdateMethod, SharedMethod):
 
     name = "CO2"
     sends_differences = _needs_global_norms = True  # see LocalUpdateMethod
-    _required = (*REQUIRED, "fragments")
     fragments: Sequence[Fragment] = ()
     _reached_in = -1  # the round whose boundary has merged all fragments for an evaluation
 
@@ -129,7 +128,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         **args: Unpack[CommonArgs],
     ):
         c, params = named_rule(config), unique(tensors_of(params, "parameters"))
-        args["group"], inner = groups_of(mesh, args.get("group"))
+        args["group"], inner = GUARDS.inputs.groups_of(mesh, args.get("group"))
         split = any(map(is_dtensor, params)) or shards is not False
         if inner is not None and dist.get_world_size(inner) == 1 and not split:
             inner = None  # a node of one rank is a worker that holds the whole model
@@ -150,15 +149,15 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if not offload:
             c.compression.check([local_shard(p) for p in params], args.get("group"))
         built["allreduce"] = functools.partial(built["allreduce"], backend=backend)
-        node = Node(params, buffers, inner, shards, timeout=timeout, device=device, backend=backend)
+        votes = c.delay == "auto"
+        node = Node(params, buffers, inner, shards, votes=votes, timeout=timeout, device=device, backend=backend)
         node.agree((self.name, asdict(c), shards is not False, shard, offload))
         share = Share(node, shard=shard, offload=offload, unit=c.compression.block)
         self._build(params, c, schedule, share=share, **built)
-        share.attach(self, timeout, inner)
-        self._x, self._m = share.x, share.m
+        share.attach(self)
         self.replicated = [] if shard else share.x
         self._cut()
-        self.allreduce.timed_groups += share.groups
+        self.allreduce.timed_groups += node.groups
         self._start_from_params()
         self._rehearse()
         self._start_from_params()
@@ -196,8 +195,6 @@ class CO2(LocalUpdateMethod, SharedMethod):
             return True
         if self.sync_schedule.fragments not in (None, len(self.fragments)):
             self._cut(self.sync_schedule.fragments)
-        if self.share is not None and (reason := self.share.check()):
-            raise self.allreduce.failure(reason, "the comparison of a node's parameters")
         # The parameters may differ from x by a rounding of keep_local. That is no progress, so it must not be sent.
         idle = finished and not self.local_steps
         if idle and self.share is None:

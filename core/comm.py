@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,17 @@ from .stats import Mark, Seconds, between, mark, plus
 
 
 class Pending(Protocol):
-    """Work in the background: a dist.Work, or a copy between a GPU and the host."""
+    """Work in the background: a dist.Work or OtherWork."""
 
     def is_completed(self) -> bool: ...
-    def wait(self, timeout: timedelta = ...) -> Any: ...
+    def wait(self) -> Any: ...
+
+
+class OtherWork(NamedTuple):
+    """Work that is no dist.Work, such as a copy between a GPU and the host."""
+
+    is_completed: Callable[[], bool]
+    wait: Callable[[], Any]
 
 
 class Link(Protocol):
@@ -94,9 +101,19 @@ def all_gather(to: Tensor, own: Tensor, group: dist.ProcessGroup) -> Stage:
     return [work], (dist.get_world_size(group) - 1) * own.nbytes
 
 
-def gather_parts(flat: Tensor, group: dist.ProcessGroup) -> Stage:
-    """Starts an all-gather in place: every worker gets part i of `flat` from worker i."""
-    return all_gather(flat, flat.view(dist.get_world_size(group), -1)[dist.get_rank(group)].clone(), group)
+def gather_parts(parts: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
+    """All-gather in place: every worker gets row i of `parts`, [workers, n], from worker i."""
+    to = parts if parts.is_contiguous() else parts.new_empty(parts.shape)
+    yield all_gather(to, parts[dist.get_rank(group)].clone(), group)
+    if to is not parts:
+        parts.copy_(to)
+
+
+def run(stages: Iterator[Stage]) -> None:
+    """Runs stages one after the other. The caller waits for each of them."""
+    for works, _ in stages:
+        for work in works:
+            work.wait()
 
 
 RECENT = 8  # launch intervals that the timeout follows, so a slow compilation counts for so many rounds
@@ -136,6 +153,7 @@ class AsyncAllReduce:
             calling thread's time in launch() and done(), plus its time in wait() on a CPU. On a GPU the last term is
             how long the current stream stalls.
         in_flight: Whether an all-reduce was launched and not waited for.
+        failed: Why an all-reduce has failed, or that leave() was called. "" as long as neither has happened.
         place: This worker's index among the scalars with a place per worker. There are `places` of them.
         most: Largest number of workers that the group may ever have.
         is_elastic: Whether workers may leave and join.
@@ -188,7 +206,7 @@ class AsyncAllReduce:
         self._caller_waits = threading.Event()  # tells the thread that the caller waits, so polling can stop
         self._error: Exception | None = None  # raised by a stage
         self._lock = threading.Lock()  # held while the thread starts a stage
-        self._failed = ""
+        self.failed = ""
         self._launched_at = time.perf_counter()
         self._intervals = deque([0.0], RECENT)  # seconds between the last launches
         self._host_seconds = 0.0  # the calling thread's time in here since the last launch
@@ -207,22 +225,14 @@ class AsyncAllReduce:
 
         The first one connects peers and loads kernels. Both can make the host wait for a late peer.
         """
-        if not self._by_nccl:
-            return False
-        for works, _ in stages:
-            for work in works:
-                work.wait()
-        return True
-
-    @property
-    def failed(self) -> bool:
-        """Whether an all-reduce has failed, or leave() was called."""
-        return bool(self._failed)
+        if self._by_nccl:
+            run(stages)
+        return self._by_nccl
 
     def check_alive(self) -> None:
         """Raises CollectiveError again if an all-reduce has failed."""
-        if self._failed:
-            raise CollectiveError(self._failed)
+        if self.failed:
+            raise CollectiveError(self.failed)
 
     def launch(self, stages: Iterator[Stage]) -> None:
         """Starts the stages, and returns at once. Step 3 of Algorithm 1."""
@@ -244,8 +254,8 @@ class AsyncAllReduce:
 
     def done(self) -> bool:
         """Returns whether all stages are complete, or queued with NCCL. Never blocks."""
-        if self._failed:
-            raise CollectiveError(self._failed)
+        if self.failed:
+            raise CollectiveError(self.failed)
         if self._thread is None:
             return True
         began = time.perf_counter()
@@ -334,7 +344,7 @@ class AsyncAllReduce:
         left, self.group, self.timed_groups = self.timed_groups, None, []
         if not left:
             return
-        self._failed, self.in_flight = self._failed or LEFT, False
+        self.failed, self.in_flight = self.failed or LEFT, False
         for group in left if self._by_nccl else []:
             group.abort()  # otherwise its kernels wait for the peers
         thread, self._thread = self._thread, None
@@ -436,7 +446,7 @@ class AsyncAllReduce:
         if isinstance(error, RuntimeError) and self.group is not None:
             raise self.failure(str(error))
         self.in_flight = False
-        self._failed = f"a reduction failed before: {type(error).__name__}: {error}"
+        self.failed = f"a reduction failed before: {type(error).__name__}: {error}"
         raise error
 
     def failure(self, reason: str, what: str = "") -> CollectiveError:
@@ -457,11 +467,11 @@ class AsyncAllReduce:
         # With a node's group, not all ranks take part in both groups.
         failed = self._failures.describe_failed(ranks if only_group else ()) if self._failures else UNKNOWN
         what = what or self.label or f"the all-reduce of round {self.launched - 1}"
-        self._failed = (
+        self.failed = (
             f"rank {ranks[self.rank]}: {what} failed; {failed} "
             f"(timeout {self.timeout:g} s): {reason.partition('. This is')[0].splitlines()[0]}"
         )
-        return CollectiveError(self._failed)
+        return CollectiveError(self.failed)
 
 
 def _without_traceback(error: Exception) -> Exception:
@@ -541,20 +551,3 @@ def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
         assert work is not None
         yield [work], round((n - 1) / n * mine.nbytes)
         columns[rank].copy_(theirs.sum(0))
-
-
-class Through:
-    """A send or receive that claims to be complete. wait() really waits.
-
-    gloo marks such work as complete only in a wait. AsyncAllReduce polls is_completed(), so it would not wait before
-    the next boundary.
-    """
-
-    def __init__(self, work: Pending):
-        self._work = work
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        return self._work.wait(*args, **kwargs)

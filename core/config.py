@@ -15,7 +15,6 @@ from . import outer
 from .comm import AsyncAllReduce, Link
 from .compression.config import CompressionConfig
 from .errors import UserError, env_number, is_number, is_whole, require
-from .groups import check_names
 from .hooks import GUARDS, Hook
 from .outer import Merge
 from .tau import AdaptiveTau, SyncSchedule, TauTuner
@@ -313,7 +312,7 @@ def build_args(
     if unknown := args.keys() - CommonArgs.__annotations__:
         known = ", ".join(CommonArgs.__annotations__)
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}: the options are {known}")
-    check_names(group := args.get("group"))
+    GUARDS.inputs.check_names(group := args.get("group"))
     workers = dist.get_world_size(group) if dist.is_initialized() else 1
     if allreduce is not None:  # elastic workers have not met, and come and go
         workers = env_number("WORLD_SIZE", 1)

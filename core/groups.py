@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from .buckets import as_bits, is_dtensor, kind_of, parts_of
 from .errors import CollectiveError, UserError, env_number
@@ -278,57 +277,12 @@ def local_world_size(env: Mapping[str, str] = os.environ) -> int:
     return first
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises UserError unless the mesh has two dimensions."""
-    if not hasattr(mesh, "ndim"):
-        raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or node_mesh returns")
-    if mesh.ndim == 2:
-        return
-    names, usual = mesh.mesh_dim_names or (), ("dp_replicate", "dp_shard")
-    listed = f" {', '.join(names)}" if names else ""
-    remedy = f"give a mesh of two, such as init_device_mesh(DEVICE, (NODES, WORKERS OF A NODE), mesh_dim_names={usual})"
-    if len(names) > 1:
-        across, inside = usual if {*usual} <= {*names} else names[:2]
-        pair = "mesh[ACROSS, INSIDE], with the names of the dimensions across nodes and inside a node"
-        remedy = f'give two of its dimensions, {pair}, such as mesh["{across}", "{inside}"]'
-    raise UserError(f"a mesh of {mesh.ndim} dimension{'s' * (mesh.ndim != 1)}{listed}: {remedy}")
-
-
-def groups_of(
-    mesh: DeviceMesh | None, group: dist.ProcessGroup | None
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Returns the group across nodes and the group inside a node. Without a mesh, they are `group` and None."""
-    if mesh is None:
-        return group, None
-    check_mesh(mesh)
-    inner = mesh.get_group(1)
-    check_names(inner)
-    return mesh.get_group(0), inner
-
-
-def check_names(group: dist.ProcessGroup | None) -> None:
-    """Raises UserError if members of the group have made different numbers of process groups.
-
-    torch names a group of some ranks by these ranks and that number. The members would wait for each other under
-    different names.
-    """
-    if group is None or dist.get_world_size(group) == dist.get_world_size():
-        return
-    if backend_for(group, torch.device("cpu")) != "gloo":  # the members cannot compare
-        return
-    counts = of_all(len(WORLD.pg_names), group)
-    if len({*counts}) > 1:
-        raise UserError(
-            f"ranks {dist.get_process_group_ranks(group)} have made {counts} process groups, so torch would give their "
-            "next group different names: make this object before groups of some ranks, or as many groups on each rank"
-        )
-
-
 Holders = Mapping[Tensor, Sequence[int]]  # parameter -> the ranks that hold the same elements of it as this rank
+Holding = tuple[int, tuple[int, ...]]  # how many ranks hold a tensor, and which ones, if that is known
 
 
-def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
-    """Returns how many of `ranks`, an inner group, hold the same elements of `t` as this rank, itself included.
+def holding_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> Holding:
+    """Returns which of `ranks`, an inner group, hold the same elements of `t` as this rank, itself included.
 
     If `shards` does not name them, all ranks hold a plain tensor, or only this rank if `shards` is True. A DTensor's
     placements name its holders. UserError if a DTensor holds partial sums, or holders are outside of the group.
@@ -339,10 +293,10 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
                 f"shards: ranks {[*holders]} should hold a parameter of rank {dist.get_rank()}, whose inner group is "
                 f"{[*ranks]}: give ranks of that group, including rank {dist.get_rank()}"
             )
-        return len({*holders})
+        return len({*holders}), tuple(sorted({*holders}))
     separate = shards is not False
     if not is_dtensor(t):
-        return 1 if separate else len(ranks)
+        return (1, ()) if separate else (len(ranks), tuple(ranks))
     mesh = t.device_mesh
     holders = len(set(mesh.mesh.flatten().tolist()) & set(ranks)) if separate else len(ranks)
     for dim, placement in enumerate(t.placements):
@@ -357,7 +311,7 @@ def copies_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> int:
                 "be averaged; give mesh=[replicate, shard] whose second dimension holds the whole model"
             )
         holders //= len(over)  # each of these ranks holds different elements
-    return holders
+    return holders, tuple(ranks) if holders == len(ranks) else ()
 
 
 class Votes:

@@ -224,12 +224,16 @@ class Judge(Hook):
 
     excludes_this = False
 
+    def bad_buffer(self) -> Tensor:
+        """Returns the number, from 1, of the first buffer with a non-finite value that is new, 0-d; 0 for none."""
+        raise NotImplementedError
+
     def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
         """Finds the verdict on this worker's update, and writes it to the scalars.
 
         Args:
             size: Norm of the update, 0-d: not finite if any number of it is not.
-            bad_buffer: Number of a buffer that is not finite, counted from 1, 0-d; 0 for none.
+            bad_buffer: See bad_buffer(). The buffers travel with the first fragment.
 
         Returns:
             0-d bool: whether to exclude this worker.

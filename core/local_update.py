@@ -295,8 +295,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         if sys.exc_info()[0] is not None:  # in a `finally` after an exception, which another error would hide
             return self.leave()
         self.allreduce.close()
-        if self.share is not None:
-            self.share.close()
+        self.node.close()
         self._end()
 
     def leave(self) -> None:

@@ -16,8 +16,7 @@ One round of a rank, where g is its share's part of the payload:
                  payload: x_{t+1,0} to restart from, or the change D = x_{t+1,0} - snapshot for keep_local.
     merge        p <- payload, or p <- p + D, in one pass that waits for nothing.
 
-The ranks of a node merge after the same local step, although their all-reduces arrive at different times: a vote
-starts in one local step and is read in the next (`Votes`).
+The ranks of a node merge after the same local step, although their all-reduces arrive at different times (Node.vote).
 
 A share is cut into fragments (Fragment). Fragment f is the f-th slice of each rank's share, so no element changes
 its owner. A share that is not cut has one fragment, the whole.
@@ -26,13 +25,12 @@ its owner. A share that is not cut has one fragment, the whole.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
 
@@ -42,7 +40,6 @@ from .buckets import (
     BucketShare,
     copy,
     elements,
-    first_nonfinite,
     has_triton,
     make_buckets,
     on_device,
@@ -50,10 +47,10 @@ from .buckets import (
     views,
     wipe,
 )
-from .comm import BACKGROUND, Reducer, Stage, gather_parts, sum_flats
-from .groups import Votes, leave_group, new_group
+from .comm import BACKGROUND, OtherWork, Reducer, Stage, gather_parts, run, sum_flats
+from .groups import Holding, of_all
 from .hooks import HookedMethod, Judge
-from .nodes import Held, Node
+from .nodes import Node, Where
 from .outer import FusedOuterStep, OuterStep
 from .stats import read_blocks
 
@@ -61,24 +58,16 @@ ALPHA, M_SQUARES, STEP_SQUARES, EXCLUDED, WHOLE = range(5)  # of Share.numbers
 
 
 def make_outer_step(
-    params: Sequence[Tensor],
-    d: Tensor,
-    x: Tensor,
-    m: Tensor,
-    snapshot: Tensor | None = None,
-    direction: Tensor | None = None,
-    *,
-    start: int = 0,
-    nesterov: bool = False,
+    params: Sequence[Tensor], d: Tensor, *state: Tensor | None, start: int = 0, nesterov: bool = False
 ) -> OuterStep:
     """Returns the fastest pass for the device: Triton's kernel on CUDA if Triton is installed, the fused one on a CPU.
 
-    Nesterov momentum runs in the plain formulas everywhere.
+    `state` has x, m, snapshot and direction, see OuterStep. Nesterov momentum runs in the plain formulas everywhere.
     """
-    kind = OuterStep if nesterov or d.is_cuda else FusedOuterStep
+    kind: Any = OuterStep if nesterov or d.is_cuda else FusedOuterStep
     if not nesterov and has_triton(d.device):
         from .compression.outer_kernels import TritonOuterStep as kind  # importing Triton takes a second
-    return kind(params, d, x, m, snapshot, direction, start)
+    return kind(params, d, *state, start=start)
 
 
 UNIT = 128  # elements: large fragments begin at its multiples, so that blocks of a narrow format are whole
@@ -103,7 +92,7 @@ class Fragment:
     """
 
     parts: Sequence[Bucket | BucketShare]
-    outer_steps: list[outer.OuterStep]
+    outer_steps: list[OuterStep]
     directions: list[Tensor]
     reducer: Reducer
     device: torch.device
@@ -181,24 +170,32 @@ class SharedMethod(HookedMethod):
     in_paper_order: bool  # whether the average is merged at the next boundary
 
 
-@dataclass
 class Slice:
-    """A fragment of a share: slices of the flat tensors of `Share`, one per bucket."""
+    """A fragment of a share: slices of the flat tensors of `Share`, one per bucket.
 
-    places: Sequence[slice]  # in the shares
-    g: list[Tensor]  # of the payload, with padding
-    x: list[Tensor]
-    own_x: list[Tensor]  # own_x, m and directions belong to the elements that this rank owns
-    m: list[Tensor]
-    directions: list[Tensor]
-    snapshots: list[Tensor]
-    updates: list[outer.OuterStep]  # steps 4 to 7: their parameters are g, where they leave x_{t+1,0}
-    held: Held
-    numel: int = 0  # elements of the whole model in it
+    Args:
+        share: The share.
+        places: The slices, in the shares.
+    """
+
+    def __init__(self, share: Share, places: Sequence[slice]):
+        m, owners = share.method, share.owners
+        self.places, owned = places, [slice(place.start // owners, place.stop // owners) for place in places]
+        self.g, self.x, self.snapshots = (parts_at(flats, places) for flats in (share.g, share.x, share.snapshots))
+        # own_g, own_x, m and directions belong to the elements that this rank owns
+        self.m, self.directions = (parts_at(flats, owned) for flats in (share.m, share.directions))
+        self.own_g, self.own_x = share.owned(self.g), self.x if share.next_x else share.owned(self.x)
+        at = zip(self.own_g, self.own_x, self.m, self.directions or [None] * len(places), strict=True)
+        # steps 4 to 7: their parameters are g, where they leave x_{t+1,0}
+        self.updates = [
+            make_outer_step([g], g, x, own_m, None, d, nesterov=m.config.nesterov) for g, x, own_m, d in at if len(g)
+        ]
+        self.held = share.node.locate(m.params, m.buckets, self.g, self.own_g)
+        self.numel = 0  # elements of the whole model in it
 
     def lay_out(self, share: Share) -> None:
         """Finds the live elements, again if a storage has moved."""
-        self.takes = list[outer.OuterStep]()  # step 3
+        self.takes = list[OuterStep]()  # step 3
         # all ranks' live elements, and the same of the payload: first of this rank, then of the others
         self.own, self.others = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
         self.copies = list[Tensor]()  # with offload, of this rank's live elements
@@ -212,7 +209,7 @@ class Slice:
                 if (n := len(payload)) and found is self.own:
                     if share.offload:  # the background reads copies
                         self.copies += (pieces := views(share.host[i][place][:n], pieces))
-                    x = (self.g if share._next_x else self.x)[i][:n]
+                    x = (self.g if share.next_x else self.x)[i][:n]
                     snapshot = self.snapshots[i][:n] if self.snapshots else None
                     self.takes.append(make_outer_step(pieces, payload, x, x, snapshot))
 
@@ -238,10 +235,9 @@ class Share:
     def __init__(self, node: Node, *, shard: bool, offload: bool, unit: int = 1):
         self.node, self.shard, self.offload, self._unit = node, shard, offload, unit
         self.stats: dict[str, Tensor] = {}
-        self._votes: Votes | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._copies: list[Copies] = []  # the last ones in that stream
-        self._checked = self._idle = self._copied = False
+        self._copies: list[OtherWork] = []  # the last ones in that stream
+        self._idle = self._copied = False
         self._merges_all = False  # see resliced
 
     # -- made with the method ------------------------------------------------------------------------------------------
@@ -255,53 +251,38 @@ class Share:
 
     def owned(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Returns what this rank owns of flat tensors as long as its shares."""
-        group, allreduce = self.method.allreduce.group, self.method.allreduce
-        if not self.shard or group is None:
-            return list(flats)
-        return [flat.view(allreduce.world_size, -1)[allreduce.rank] for flat in flats]
+        rank = self.method.allreduce.rank if self.shard else 0
+        return [flat.view(self.owners, -1)[rank] for flat in flats]
 
-    def attach(self, method: SharedMethod, timeout: float, inner: dist.ProcessGroup | None) -> None:
+    def attach(self, method: SharedMethod) -> None:
         """Makes the outer state, when the method has its buckets."""
-        self.method, buckets, c = method, method.buckets, method.config
+        self.method, c = method, method.config
+        self.owners = method.allreduce.world_size if self.shard else 1
         if self.offload and method.params[0].is_cuda:
             self._stream = torch.cuda.Stream(method.params[0].device)
-        if inner is not None and c.delay == "auto":
-            self._votes = Votes(new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True))
-        self.g = self.node.own_shares(buckets)
-        own, state = self.owned(self.g), method.state
+        self.g = self.node.own_shares(method.buckets)
+        own, new = self.owned(self.g), method.state.new
         lone = self.shard and method.in_paper_order  # then no worker holds the whole x between two boundaries
-        self.x = state["outer_iterate"] = [torch.zeros_like(g) for g in (own if lone else self.g)]
+        self.x = new("outer_iterate", like=own if lone else self.g)
         self._own_x = self.x if lone else self.owned(self.x)
         # x_{t+1,0} of what this rank owns, while g holds it no more
-        self._next_x = [torch.zeros_like(x) for x in self._own_x] if lone else []
-        if lone:
-            state["next_outer_iterate"] = self._next_x
-        self.m = state["outer_momentum"] = [torch.zeros_like(g) for g in own]
+        self.next_x = new("next_outer_iterate", like=own) if lone else []
+        self.m = new("outer_momentum", like=own)
         directed = c.nesterov and (c.gap != "none" or method.in_paper_order)
-        self._directions = [torch.zeros_like(g) for g in own] if directed else []
-        if directed:
-            state["outer_step"] = self._directions
+        self.directions = new("outer_step", like=own) if directed else []
         # No checkpoint holds the snapshot: when its average has arrived, the payload holds the change.
-        self._snapshots = [torch.zeros_like(g) for g in self.g] if c.merge == "keep_local" else []
+        self.snapshots = [torch.zeros_like(g) for g in self.g] if c.merge == "keep_local" else []
         self._layout: list[tuple[int, tuple[int, ...]]] = []
-        self.host = [pinned(len(g), b.dtype) for b, g in zip(buckets, self.g, strict=True) if self.offload]
+        self.host = [pinned(len(g), b.dtype) for b, g in zip(method.buckets, self.g, strict=True) if self.offload]
 
     def cut(self, count: int) -> list[Sequence[slice]]:
         """Cuts the shares into fragments, and returns the places of each in the shares."""
-        m, node, c = self.method, self.node, self.method.config
-        workers = m.allreduce.world_size if self.shard else 1  # of which each owns a part
-        self._slices: list[Slice] = []
-        for places in zip(*(self._cuts(b, g, count) for b, g in zip(m.buckets, self.g, strict=True)), strict=True):
-            owned = [slice(place.start // workers, place.stop // workers) for place in places]
-            g, x, snapshots = (parts_at(flats, places) for flats in (self.g, self.x, self._snapshots))
-            momenta, directions = (parts_at(flats, owned) for flats in (self.m, self._directions))
-            own, own_x = self.owned(g), x if self._next_x else self.owned(x)
-            at = zip(own, own_x, momenta, directions or [None] * len(own), strict=True)
-            steps = [make_outer_step([g], g, x, m, None, d, nesterov=c.nesterov) for g, x, m, d in at if len(g)]
-            held = node.locate(m.params, m.buckets, g, own)
-            self._slices.append(Slice(places, g, x, own_x, momenta, directions, snapshots, steps, held))
-        for s, numel in zip(self._slices, node.count([s.held.numel for s in self._slices]), strict=True):
-            s.numel = numel
+        at = [self._cuts(b, g, count) for b, g in zip(self.method.buckets, self.g, strict=True)]
+        self._slices = [Slice(self, places) for places in zip(*at, strict=True)]
+        numels = [[s.held.numel for s in self._slices]]
+        numels = numels if self.node.group is None else of_all(numels[0], self.node.group)
+        for s, of_ranks in zip(self._slices, zip(*numels, strict=True), strict=True):
+            s.numel = round(sum(of_ranks))
         self._layout = []
         return [s.places for s in self._slices]
 
@@ -311,7 +292,7 @@ class Share:
         if count > 1 and self.node.of_shards and not self.shard:
             wholes = {id(p): given.numel() for p, given in zip(m.params, m.trained, strict=True)}
             return slices_alike([(p.numel(), wholes[id(p)]) for p in bucket.params], count)
-        return slices(len(g), count, m.allreduce.world_size * self._unit if self.shard else 1)
+        return slices(len(g), count, self.owners * self._unit if self.shard else 1)
 
     @property
     def now(self) -> Slice:
@@ -336,32 +317,9 @@ class Share:
         self.drain()
         for bucket in self.method.buckets:
             bucket.flatten(bucket.payload)
-        copy(self.x, self.owned(self.g) if self._next_x else self.g)
-        copy(self._next_x, self._own_x)
+        copy(self.x, self.owned(self.g) if self.next_x else self.g)
+        copy(self.next_x, self._own_x)
         self.numbers[WHOLE] = 1.0
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The groups inside the node. A worker that leaves after an exception destroys them, so that no rank waits."""
-        votes = self._votes.group if self._votes is not None else None
-        return [group for group in (self.node.group, votes) if group is not None]
-
-    def close(self) -> None:
-        """Leaves the groups."""
-        if self._votes is not None and self._votes.group is not None:
-            self._votes.read()
-            leave_group(self._votes.group, self.method.allreduce.timeout, overlap=True)
-            self._votes = None
-        self.node.close()
-
-    def has_arrived(self, arrived: bool) -> bool:
-        """Returns whether to merge after this local step, the same on all ranks of the node."""
-        return arrived if self._votes is None else self._votes.agree(arrived)
-
-    def check(self) -> str:
-        """Compares a node's parameters once, because each rank sends a part of them for all. See Node.check."""
-        checked, self._checked = self._checked, True
-        return "" if checked else self.node.check(self.method.params)
 
     # -- on the main thread --------------------------------------------------------------------------------------------
 
@@ -386,30 +344,24 @@ class Share:
 
         If no worker holds the whole x, the difference starts from x_{t+1,0}, and the owner corrects the average.
         """
-        m, lone = self.method, bool(self._next_x)
-        if not m.in_paper_order:
+        if not self.method.in_paper_order:
             for taken in self.now.takes:
                 taken.take()
-        else:
-            copy(self._next_x, self.owned(self.g) if lone else [])
-            for s in self._segments():
-                own = outer.difference(s)
-                if lone:
-                    own = torch.cat([(x - p).reshape(-1) for x, p in zip(s.x_views, s.params, strict=True)])
-                else:
-                    s.x.copy_(s.d)
-                if not self.offload:
-                    copy(s.params, s.d_views)
-                s.d.copy_(own)
-            if not self.offload:
-                copy([p for p, _ in self.now.others], [x for _, x in self.now.others])
-        for g in self.now.g if self._idle and not m.in_paper_order else ():
-            g.zero_()  # p + D may have been rounded
-
-    def _segments(self) -> Iterator[outer.Segment]:
+            for g in self.now.g if self._idle else ():
+                g.zero_()  # p + D may have been rounded
+            return
+        copy(self.next_x, self.owned(self.g) if self.next_x else [])
         for taken in self.now.takes:
             taken.locate()
-            yield from taken.segments
+        for s in (s for taken in self.now.takes for s in taken.segments):
+            own = outer.difference(s)
+            if not self.next_x:  # otherwise x is g itself
+                s.x.copy_(s.d)
+            if not self.offload:
+                copy(s.params, s.d_views)
+            s.d.copy_(own)
+        if not self.offload:
+            copy([p for p, _ in self.now.others], [x for _, x in self.now.others])
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the live parameters' elements in the current fragment, and the same elements of the payload."""
@@ -433,9 +385,8 @@ class Share:
         """payload <- x, in all fragments. The ranks of the node wait for each other."""
         node, buckets = self.node, self.method.buckets
         copy(self.g, self.x)
-        for works, _ in node.gather(node.shares(buckets), self.g, self.now.held) if not node.of_shards else ():
-            for work in works:
-                work.wait()
+        if not node.of_shards:
+            run(node.gather(node.shares(buckets), self.g, self.now.held))
 
     @torch.no_grad()
     def end(self) -> None:
@@ -443,13 +394,13 @@ class Share:
         self._take_payload()
         self.numbers[ALPHA].zero_()
         if self.method.in_paper_order:
-            copy(self.x, self.owned(self.g) if self._next_x else self.g)
+            copy(self.x, self.owned(self.g) if self.next_x else self.g)
 
     @torch.no_grad()
     def merge(self) -> None:
         """The merge on arrival: p <- p + D for keep_local, otherwise p <- payload. One pass, without a wait."""
         whole = self.numbers[WHOLE] > 0
-        if not self._snapshots or (not read_blocks(whole) and whole):
+        if not self.snapshots or (not read_blocks(whole) and whole):
             return self._take_payload()
         params, changes = self._pairs()
         if read_blocks(whole):  # a GPU is not read: there p <- 0 + x
@@ -476,18 +427,18 @@ class Share:
                 self._differences()
             self._copied = False
         # the node is judged as one worker, because its ranks shared their gradients
-        outliers, square = m.hook(Judge), _square(s.g).view(1)
+        judge, square = m.hook(Judge), self._square(s.g, s.held.here).view(1)
         if not m.fragment_index:  # buffers travel with the first fragment
-            square = torch.where(first_nonfinite(m.buckets) > 0, float("nan"), square)
+            square = torch.where(judge.bad_buffer() > 0, float("nan"), square)
         yield from node.sum([square])
-        m.exclude(outliers.judge(square[0].sqrt()))
+        m.exclude(judge.judge(square[0].sqrt()))
         self.numbers[EXCLUDED].copy_(m.scalars["weight"] == 0)
         yield from reduction  # 2
         yield from self._mean_over_node()
         yield from self._outer_step(s)
         if self.shard and m.allreduce.group is not None:
             for g in s.g:
-                yield gather_parts(g, m.allreduce.group)
+                yield from gather_parts(g.view(self.owners, -1), m.allreduce.group)
         rows = [shares[:, place] for shares, place in zip(node.shares(m.buckets), s.places, strict=True)]
         if node.of_shards:
             yield from node.gather(rows, s.g, s.held)  # only what several ranks hold
@@ -496,7 +447,7 @@ class Share:
         # In finish(), and after an exclusion, the parameters become x itself.
         all_finished = m.scalars["finished"] * m.reducer.scale > 1 - 1e-6
         whole = all_finished | (self.numbers[EXCLUDED] > 0)
-        self.numbers[WHOLE].copy_(whole if self._snapshots else torch.ones_like(whole))
+        self.numbers[WHOLE].copy_(whole if self.snapshots else torch.ones_like(whole))
         for g, snapshot in zip(s.g, s.snapshots, strict=False):
             for part, start in zip(*(f.split(outer.segment_size(g)) for f in (g, snapshot)), strict=True):
                 part.copy_(torch.where(whole, part, part - start))
@@ -521,26 +472,29 @@ class Share:
     def _outer_step(self, s: Slice) -> Iterator[Stage]:
         """Steps 4 to 7 on what this rank owns. g becomes x_{t+1,0}. An average of no local step changes nothing."""
         m, c, numbers = self.method, self.method.config, self.numbers
-        own, weight, moved = self.owned(s.g), m.scalars["weight"].double(), m.scalars["steps"] > 0
+        own, weight, moved = s.own_g, m.scalars["weight"].double(), m.scalars["steps"] > 0
         scale = torch.where(weight == 0, 1.0, 1 / weight)
-        for x, following, g, b in zip(s.own_x, self._next_x, own, m.buckets, strict=False):
-            # each worker has sent x_{t+1,0} - p, and its local steps began at x_{t,0} as the parameters' dtype holds it
-            g.mul_(scale.to(g)).add_((weight > 0).to(g) * (x.to(b.dtype).to(x.dtype) - following))
+        squares = sent = self._square(own, s.held.owned)
+        for x, following, g, b in zip(s.own_x, self.next_x, own, m.buckets, strict=False):
+            # each worker has sent x_{t+1,0} - p, and its local steps began at x_{t,0}, both as p's dtype holds them
+            begun, taken = (values.to(b.dtype).to(x.dtype) for values in (x, following))
+            g.mul_(scale.to(g)).add_((weight > 0).to(g) * (begun - taken))
             x.copy_(following)
-        scale = torch.ones_like(scale) if self._next_x else scale
-        squares = _square(own) - self.node.surplus(own, s.held)
-        sums = torch.stack([squares, numbers[M_SQUARES], numbers[STEP_SQUARES]])
+        sent_scale = scale
+        if self.next_x:
+            squares, scale = self._square(own, s.held.owned), torch.ones_like(scale)
+        sums = torch.stack([squares, numbers[M_SQUARES], numbers[STEP_SQUARES], sent])
         yield from self.node.sum([sums])
         if self.shard and m.allreduce.group is not None:
             yield sum_flats([sums], m.allreduce.group)
-        delta_norm, m_norm, step_norm = sums.sqrt().unbind()
+        delta_norm, m_norm, step_norm, sent_norm = sums.sqrt().unbind()
         delta_norm, last_alpha = scale * delta_norm, numbers[ALPHA].clone()
         alpha = moved.double() * c.outer_lr
         rule = outer.rule_of(c, m.growth, delta_norm, last_alpha * step_norm, s.numel)
-        rule = replace(rule, last_alpha=last_alpha, scale=torch.where(moved, scale, 0.0), takes_difference=False)
-        rule = replace(rule, beta=torch.where(moved, torch.full_like(alpha, float(rule.beta)), 1.0), alpha=alpha)
+        beta, scale = torch.where(moved, torch.full_like(alpha, float(rule.beta)), 1.0), torch.where(moved, scale, 0.0)
+        rule = replace(rule, beta=beta, alpha=alpha, last_alpha=last_alpha, scale=scale, takes_difference=False)
         if not read_blocks(moved):  # the fused pass takes plain numbers
-            rule = replace(rule, beta=float(rule.beta), alpha=float(alpha), scale=float(rule.scale))
+            rule = replace(rule, beta=float(beta), alpha=float(alpha), scale=float(scale))
             rule = rule if moved else outer.Rule(nesterov=rule.nesterov, takes_difference=False)
         # In the paper's order x stays x_{t,0} until the boundary, whose differences start there.
         total = torch.zeros(4, dtype=torch.float64, device=numbers.device)
@@ -550,37 +504,38 @@ class Share:
         for g, step in zip(own, s.directions or s.m, strict=True) if m.in_paper_order else ():
             g.sub_(rule.alpha.to(step) * step) if isinstance(rule.alpha, Tensor) else g.sub_(step, alpha=rule.alpha)
         numbers[ALPHA].copy_(alpha)  # in place, because another stream reads it
-        self._count(s, numbers, torch.where(moved, total[0] - self.node.surplus(s.m, s.held), numbers[M_SQUARES]))
+        m_squares = total[0] - self.node.surplus(s.m, s.held.owned)
+        self._count(s, numbers, torch.where(moved, m_squares, numbers[M_SQUARES]))
         count = max(1, sum(map(len, s.m)))
         self.stats = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / count}
         if c.gap != "none":
             self.stats |= {"gap_mean": total[1] / count, "gap_max": total[2]}
+        if not m.is_cut:  # the squares belong to the whole payload
+            squares, weight = m.scalars["squares"], m.scalars["weight"]
+            self.stats["consensus_distance"] = outer.consensus_distance(squares, weight, sent_scale * sent_norm)
 
     def _count(self, s: Slice, numbers: Tensor, m_squares: Tensor) -> None:
         """Sets a fragment's sums of squares, of its momentum and its last step."""
         numbers[M_SQUARES].copy_(m_squares)
         if s.directions:
-            m_squares = _square(s.directions) - self.node.surplus(s.directions, s.held)
+            m_squares = self._square(s.directions, s.held.owned)
         numbers[STEP_SQUARES].copy_(m_squares)
 
-    def without_merged(self, flats: Sequence[Tensor]) -> None:
-        """Zeros saved payloads, copies of the buckets' flat tensors, outside of the change in flight."""
-        for bucket, flat, place in zip(self.method.buckets, flats, self.now.places, strict=True):
-            rows = flat[: bucket.padded].view(self.node.parts, -1)
-            rows[:, : place.start] = 0
-            rows[:, place.stop if self.method.allreduce.in_flight else place.start :] = 0
+    def _square(self, flats: Sequence[Tensor], where: Mapping[Holding, Where]) -> Tensor:
+        """Returns this rank's part of the node's sum of squares, 0-d float64. `where` is of these flats, see Held."""
+        return outer.norm(flats).double().square() - self.node.surplus(flats, where)
 
     @torch.no_grad()
     def resliced(self) -> None:
         """Adapts a state that ranks with other shares have saved, in which fragments had other elements.
 
-        Every fragment's sums of squares are counted. The change in flight is merged in all fragments, because
-        `without_merged` has zeroed the rest.
+        Every fragment's sums of squares are counted. The change in flight is merged in all fragments. The saved
+        payloads are zero elsewhere.
         """
         method = self.method
         for i, s in enumerate(self._slices):
-            self._count(s, method.fragments[i].numbers, _square(s.m) - self.node.surplus(s.m, s.held))
-        self._merges_all = bool(self._snapshots) and method.allreduce.in_flight
+            self._count(s, method.fragments[i].numbers, self._square(s.m, s.held.owned))
+        self._merges_all = bool(self.snapshots) and method.allreduce.in_flight
         if self._merges_all and self.numbers[WHOLE] > 0:  # every parameter becomes x
             self._fill()
 
@@ -599,36 +554,17 @@ class Share:
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
             yield
-            self._copies = [Copies(self._stream)]
+            end = self._stream.record_event()
+        self._copies = [OtherWork(end.query, end.synchronize)]
         compute.wait_stream(self._stream)
 
     def drain(self) -> None:
         """Waits until nothing that is queued reads or writes host memory, and ends a vote that has started."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).synchronize()  # it waits for the copies' stream
-        if self._votes is not None:
-            self._votes.read()
-
-
-class Copies:
-    """The copies between a GPU and the host that were queued in a stream so far, as pending work."""
-
-    def __init__(self, stream: torch.cuda.Stream):
-        self._end = torch.cuda.Event()
-        self._end.record(stream)
-
-    def is_completed(self) -> bool:
-        return self._end.query()
-
-    def wait(self, timeout: Any = None) -> None:  # noqa: ARG002
-        self._end.synchronize()
+        self.node.end_vote()
 
 
 def parts_at(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
     """Returns a slice of each flat tensor, of none if there are none."""
     return [flat[place] for flat, place in zip(flats, places, strict=False)]
-
-
-def _square(flats: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of squares of all elements, 0-d float64."""
-    return outer.norm(flats).double().square()

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .buckets import Bucket, copy
 from .comm import Reducer
 from .errors import UserError
-from .hooks import HookedMethod
+from .hooks import GUARDS, HookedMethod
 from .stats import AsyncReadback
 
 
@@ -44,29 +45,6 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-REQUIRED = ("method", "flats", "workers", "places", "reducer", "taus", "launched")
-"""Keys in every method's part of a checkpoint."""
-
-
-def check_run(state: Mapping[str, Any], method: str, workers: int, required: Sequence[str], *, equal: bool) -> None:
-    """Raises UserError if another method or an older version, without a `required` key, wrote a checkpoint.
-
-    The same holds for another number of workers, unless all workers had `equal` outer states.
-    """
-    if (other := state.get("method", method)) != method:
-        raise UserError(f"the checkpoint is of {other}, not {method}: resume with its method")
-    if missing := [key for key in required if key not in state]:
-        raise UserError(
-            f"the checkpoint's state has no {missing[0]!r}, so an older version wrote it: resume with that version, or "
-            "start afresh"
-        )
-    if state["workers"] != workers and not equal:
-        raise UserError(
-            f"the checkpoint is of {state['workers']} workers, here there are {workers}, and each held a part of the "
-            "outer state of its own: resume with as many"
-        )
-
-
 def order_of(params: Iterable[Tensor]) -> int:
     """Returns a number that follows from the parameters' shapes and their order."""
     return zlib.crc32(str([tuple(p.shape) for p in params]).encode())
@@ -87,15 +65,6 @@ def check_saved(saved: Mapping[str, Sequence[Tensor]], current: Mapping[str, Seq
             )
 
 
-def resized(flats: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns copies of flats as long as their counterparts, cut or padded with zeros."""
-    found = [flat.new_zeros(len(other)) for flat, other in zip(flats, like, strict=True)]
-    for new, flat in zip(found, flats, strict=True):
-        n = min(len(new), len(flat))
-        new[:n] = flat[:n]
-    return found
-
-
 def on_host(held: Any) -> Any:
     """Copies a tensor, or a list of them one by one, to host memory, and waits for it. Returns anything else as it is.
 
@@ -111,7 +80,6 @@ class SavedMethod(HookedMethod):
     """The part of a LocalUpdateMethod that saves and restores its state."""
 
     _unsaved: Collection[str] = ()  # names in `state` that no later outer step reads: zeros after a resume
-    _required: Sequence[str] = REQUIRED
     _own_buffers: list[tuple[Bucket, list[Tensor]]]
     _changing: set[int] | None
     _sent: set[int] | None
@@ -198,29 +166,26 @@ class SavedMethod(HookedMethod):
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
         """Restores what _local_state returned."""
-        workers = self.allreduce.world_size
-        check_run(state, self.name, workers, self._required, equal=bool(self.replicated) or not self.state)
+        GUARDS.inputs.check_state(self, state)
         kind = state["reducer"] if self.reducer.changes else self.reducer.kind
-        if state["in_flight"] and (state["reducer"] == Reducer.kind) != (kind == Reducer.kind):
-            raise UserError(  # one holds a sum, the other a mean
-                f"the checkpoint holds an all-reduce in {state['reducer']}, and {kind} cannot go on with it: resume "
-                "with the compression that wrote it"
-            )
-        resized_group = (state["workers"], state["places"]) != (workers, self.allreduce.places)
+        resized_group = (state["workers"], state["places"]) != (self.allreduce.world_size, self.allreduce.places)
         # Error feedback belongs to a number of workers. A plain sum has none, and carries its own weight.
-        sums = state["reducer"] == Reducer.kind and (self.reducer.kind == Reducer.kind or self.reducer.changes)
+        sums = state["reducer"] == kind == Reducer.kind
         residual = not resized_group and not sums and "residual" in state  # elastic workers save none
         saved = dict(state.get("state", {}))  # torch.distributed.checkpoint drops an empty dict
         saved |= state["residual"] if residual else {}
         saved |= {name: [torch.zeros_like(flat) for flat in self.state[name]] for name in self._unsaved}
         flats = [b.flat for b in self.buckets]
-        saved["all-reduce"] = resized(state["flats"], flats) if resized_group else state["flats"]
+        saved["all-reduce"] = state["flats"]
+        if resized_group:  # cut, or padded with zeros
+            pairs = zip(state["flats"], flats, strict=True)
+            saved["all-reduce"] = [pad(flat, (0, len(own) - len(flat))) for flat, own in pairs]
 
         def current() -> dict[str, list[Tensor]]:
             return dict(self.state) | (self._residual() if residual else {}) | {"all-reduce": flats}
 
         check_saved(saved, current())
-        if state.get("order", mine := order_of(self.trained)) != mine:  # an older version saved none
+        if state.get("order", mine := order_of(self.trained)) != mine:  # none if another layout wrote it
             raise UserError(
                 "the checkpoint's parameters have other shapes, or another order: give the parameters in the order in "
                 "which the run that wrote it gave them, such as model.parameters()"
@@ -229,14 +194,14 @@ class SavedMethod(HookedMethod):
         self.allreduce.restore(state["launched"], state["in_flight"])
         for reducer in self._reducers():
             reducer.become(state["reducer"])
-        changing = state.get("changing")  # an older version saved none, and sent all
+        changing = state.get("changing")
         self._sent = self._changing = None if changing is None else set(changing)
         for (bucket, _), first in zip(self._own_buffers, state.get("first_buffers", ()), strict=False):
             bucket.begin(first)
         self._choose_buffers()
         for name, held in current().items():
             copy(held, saved[name])
-        others = state.get("rank", self.allreduce.rank) != self.allreduce.rank
+        others = state["rank"] != self.allreduce.rank
         for name, flats in self._residual().items():  # error feedback of another worker's rounding, or of another run's
             for flat in flats if not residual or (others and name.endswith("error_feedback")) else []:
                 flat.zero_()
@@ -245,7 +210,7 @@ class SavedMethod(HookedMethod):
         self.local_steps, self._ended = state["local_steps"], None
         self._first_step = self.local_steps + 1
         self.clock.steps_begin(after=self.local_steps)
-        self._sent_tau, self._arrived_tau, *tau = state["taus"]
+        self._sent_tau, self._arrived_tau, tau = state["taus"]
         self.growth = self._sent_tau / self._arrived_tau
         self._attach_again()
         for hook in self.hooks:
@@ -255,8 +220,8 @@ class SavedMethod(HookedMethod):
             if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
                 hook.load_state_dict(held)
         self._begin_round()
-        if tau and self.local_steps:
-            self.sync_schedule.go_on(tau[0])
+        if self.local_steps:
+            self.sync_schedule.go_on(tau)
 
     def _reducers(self) -> list[Reducer]:
         """The reducer of each fragment."""
@@ -277,5 +242,5 @@ class SavedMethod(HookedMethod):
         """Lets the buffers in `_sent` travel."""
         before = 0
         for bucket, own in self._own_buffers:
-            bucket.send(i for i in range(len(own)) if self._sent is None or before + i in self._sent)
+            bucket.choose_buffers(i for i in range(len(own)) if self._sent is None or before + i in self._sent)
             before += len(own)

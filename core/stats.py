@@ -143,7 +143,7 @@ class RoundStats:
     local_steps: int = 0
     pseudo_gradient_norm: Number = 0.0
     momentum_norm: Number = 0.0
-    consensus_distance: Number = 0.0  # RMS distance of the workers from their average; 0 on nodes and with fragments
+    consensus_distance: Number = 0.0  # RMS distance of the workers from their average; 0 with fragments
     gap_mean: Number = 1.0  # mean of Lambda over all elements
     gap_max: Number = 1.0
     drifted: float = 0.0  # 1 if a checksum shows that replicas differ which must be equal bit for bit

@@ -70,8 +70,7 @@ class SyncSchedule:
         """Whether to merge the average in flight, `late` local steps after its all-reduce started, in mid-round."""
         if self.delay != "auto":
             return late == self.delay
-        arrived = method.allreduce.arrived()
-        return arrived if method.share is None else method.share.has_arrived(arrived)
+        return method.node.vote(method.allreduce.arrived())
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from ..buckets import (
     has_mean,
     is_dtensor,
     keep_unchanged,
-    refuse_inference_mode,
     tensors_of,
     views,
 )
@@ -35,8 +34,9 @@ from ..comm import PAUSE, AsyncAllReduce, Link, Stage, gather_parts, ring_bytes,
 from ..compression.quantized import HELD_BACK
 from ..config import CompressionConfig
 from ..errors import DivergedError, UserError, is_number
-from ..groups import broadcast, compare, groups_of, leave_group, new_group
+from ..groups import broadcast, compare, leave_group, new_group
 from ..guards import failure
+from ..guards.inputs import groups_of
 from ..hooks import Hook, Requests
 from ..local_update import Loop
 from ..state import of_rank, on_host, under_rank
@@ -143,7 +143,7 @@ class GradientCompression:
                         bucket.flat.div_(self._per_node)
                     yield from self.reducer.of_bucket(i, group, number, turn)
                     if self._inner is not None:
-                        yield gather_parts(bucket.flat, self._inner)
+                        yield from gather_parts(bucket.flat.view(self._per_node, -1), self._inner)
                     copy(own, bucket.payload_views)
                     for name, flats in self.reducer.state.items():
                         for flat in flats[i : i + 1] if name in HELD_BACK else flats if last else []:
@@ -221,8 +221,7 @@ class DDP(Loop):
         mesh: DeviceMesh | None = None,
         **options: Any,
     ):
-        refuse_inference_mode()
-        if not any(p.requires_grad for p in model.parameters()):
+        if not any(p.requires_grad for p in tensors_of(model.parameters(), "parameters")):
             raise UserError("no parameter requires a gradient: nothing to train")
         if not (is_number(cap := options.get("bucket_cap_mb", 25)) and 0 < cap < math.inf):
             raise UserError(f"bucket_cap_mb={cap!r}: give MiB, above 0, as 25 is usual")

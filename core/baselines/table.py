@@ -17,9 +17,8 @@ from ..co2 import CO2
 from ..comm import Link
 from ..config import CO2Config, CommonArgs, CompressionConfig, Schedule, named, of_kind
 from ..errors import UserError
-from ..groups import check_mesh
 from ..guards.extra import Given
-from ..guards.inputs import check_share
+from ..guards.inputs import check_mesh, check_share
 from ..hooks import Hook
 from ..local_update import LocalUpdateMethod
 from .ddp import DDP

@@ -9,7 +9,7 @@ from ..hooks import GUARDS, Hook
 from . import failure, inputs
 from .extra import ExtraAverage, MasterWeightSync
 from .usage import UsageChecks
-from .workers import OutlierFilter, ReplicaChecksum
+from .workers import NodeCheck, OutlierFilter, ReplicaChecksum
 
 
 def make_hooks(outlier: float | None, choosing: Sequence[Hook], args: Mapping[str, Any]) -> list[Hook]:
@@ -27,7 +27,7 @@ def make_hooks(outlier: float | None, choosing: Sequence[Hook], args: Mapping[st
     hooks += [MasterWeightSync(masters)] if masters else []
     if average is not None and not (isinstance(average, list | tuple) and not average):
         hooks.append(ExtraAverage(average))
-    inputs.check_hooks(hooks := [*hooks, UsageChecks(masters)])
+    inputs.check_hooks(hooks := [*hooks, NodeCheck(), UsageChecks(masters)])
     return hooks
 
 

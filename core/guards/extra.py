@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buckets import copy, is_dtensor, local_shard, unique, views, writes
+from ..buckets import copy, is_dtensor, local_shard, unique, views
 from ..comm import Stage, sum_flats
 from ..errors import UserError
 from ..groups import compare, of_all
 from ..hooks import Hook, HookedMethod
 from .inputs import overlapping
+from .usage import writes
 
 Tensors = Iterable[Tensor] | nn.Module
 Given = Tensors | Callable[[], Tensors]

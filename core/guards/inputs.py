@@ -1,4 +1,4 @@
-"""Refuses what no method can average: tensors, sharded models, and workers that cannot meet."""
+"""Refuses what no method can average: tensors, checkpoints, meshes, sharded models, and workers that cannot meet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..buckets import is_dtensor
+from ..comm import Reducer
 from ..errors import UserError, env_number, require
-from ..groups import is_alive
-from ..hooks import Hook
+from ..groups import WORLD, backend_for, is_alive, of_all
+from ..hooks import Hook, HookedMethod
 from ..local_update import CHANGED, OWN_SCALARS
 
 
@@ -100,6 +102,37 @@ def _span(t: Tensor) -> tuple[str, int, int]:
     return str(t.device), t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
+REQUIRED = ("method", "flats", "workers", "places", "reducer", "taus", "launched")
+"""Keys in every method's part of a checkpoint."""
+
+
+def check_state(method: HookedMethod, state: Mapping[str, Any]) -> None:
+    """Raises UserError if another method or an older version, without a required key, wrote a checkpoint.
+
+    The same holds for another number of workers, unless all workers had equal outer states, and for an average in
+    flight that this method's reducer cannot go on with.
+    """
+    if (other := state.get("method", method.name)) != method.name:
+        raise UserError(f"the checkpoint is of {other}, not {method.name}: resume with its method")
+    required = (*REQUIRED, "fragments") if hasattr(method, "fragments") else REQUIRED
+    if missing := [key for key in required if key not in state]:
+        raise UserError(
+            f"the checkpoint's state has no {missing[0]!r}, so an older version wrote it: resume with that version, or "
+            "start afresh"
+        )
+    if state["workers"] != (workers := method.allreduce.world_size) and method.state and not method.replicated:
+        raise UserError(
+            f"the checkpoint is of {state['workers']} workers, here there are {workers}, and each held a part of the "
+            "outer state of its own: resume with as many"
+        )
+    kind = state["reducer"] if method.reducer.changes else method.reducer.kind
+    if state["in_flight"] and (state["reducer"] == Reducer.kind) != (kind == Reducer.kind):
+        raise UserError(  # one holds a sum, the other a mean
+            f"the checkpoint holds an all-reduce in {state['reducer']}, and {kind} cannot go on with it: resume "
+            "with the compression that wrote it"
+        )
+
+
 def check_hooks(hooks: Sequence[Any]) -> None:
     """Raises UserError for objects of other classes, a hook of another method, and a repeated name."""
     names = {*OWN_SCALARS, CHANGED}
@@ -126,6 +159,52 @@ def check_env(env: Mapping[str, str] = os.environ) -> None:
     for name in filter(None, env.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in here:
             raise UserError(f"GLOO_SOCKET_IFNAME={name}: not of {', '.join(here)}: set one of these, or unset it")
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raises UserError unless the mesh has two dimensions."""
+    if not hasattr(mesh, "ndim"):
+        raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or node_mesh returns")
+    if mesh.ndim == 2:
+        return
+    names, usual = mesh.mesh_dim_names or (), ("dp_replicate", "dp_shard")
+    listed = f" {', '.join(names)}" if names else ""
+    remedy = f"give a mesh of two, such as init_device_mesh(DEVICE, (NODES, WORKERS OF A NODE), mesh_dim_names={usual})"
+    if len(names) > 1:
+        across, inside = usual if {*usual} <= {*names} else names[:2]
+        pair = "mesh[ACROSS, INSIDE], with the names of the dimensions across nodes and inside a node"
+        remedy = f'give two of its dimensions, {pair}, such as mesh["{across}", "{inside}"]'
+    raise UserError(f"a mesh of {mesh.ndim} dimension{'s' * (mesh.ndim != 1)}{listed}: {remedy}")
+
+
+def groups_of(
+    mesh: DeviceMesh | None, group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Returns the group across nodes and the group inside a node. Without a mesh, they are `group` and None."""
+    if mesh is None:
+        return group, None
+    check_mesh(mesh)
+    inner = mesh.get_group(1)
+    check_names(inner)
+    return mesh.get_group(0), inner
+
+
+def check_names(group: dist.ProcessGroup | None) -> None:
+    """Raises UserError if members of the group have made different numbers of process groups.
+
+    torch names a group of some ranks by these ranks and that number. The members would wait for each other under
+    different names.
+    """
+    if group is None or dist.get_world_size(group) == dist.get_world_size():
+        return
+    if backend_for(group, torch.device("cpu")) != "gloo":  # the members cannot compare
+        return
+    counts = of_all(len(WORLD.pg_names), group)
+    if len({*counts}) > 1:
+        raise UserError(
+            f"ranks {dist.get_process_group_ranks(group)} have made {counts} process groups, so torch would give their "
+            "next group different names: make this object before groups of some ranks, or as many groups on each rank"
+        )
 
 
 def check_share(c: Any, *, shard: bool, split: bool = False, held: bool = False) -> None:

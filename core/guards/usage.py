@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..buckets import local_shard, parts_of, views, writes
+from ..buckets import local_shard, parts_of, views
 from ..errors import UserError
 from ..hooks import Hook, HookedMethod
 from ..outer import norm
@@ -303,6 +303,11 @@ class UsageChecks(Hook):
 
 _active: weakref.WeakSet[UsageChecks] = weakref.WeakSet()
 _dropped: list[str] = []  # warnings of methods that were garbage-collected since the last one was made
+
+
+def writes(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Returns for each tensor what changes when it is written in place or gets other memory."""
+    return [(t._version, t.data_ptr()) for t in tensors]
 
 
 @functools.cache  # once, and never removed, because torch may be calling its hooks

@@ -1,4 +1,4 @@
-"""Compares the workers: outliers are excluded, replicas are compared by checksums."""
+"""Compares the workers: outliers are excluded, replicas are compared by checksums, and a node's ranks by norms."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buckets import first_nonfinite, local_shard, wipe, zero_each
+from ..buckets import Bucket, local_shard, same_values, wipe, zero_each
 from ..errors import DivergedError, UserError, log
+from ..groups import of_all
 from ..hooks import Hook, HookedMethod, Judge, ReductionInfo
 from ..outer import norm
 from ..stats import HostCopy, read_blocks
@@ -23,6 +24,27 @@ REASONS = {NOT_FINITE: "not finite", JUMPED: "much larger than its usual updates
 WARMUP_ROUNDS = 5  # valid rounds before a large update counts as a jump
 AVERAGE_ROUNDS = 10  # valid rounds in the running average of the update's size
 MAX_REPEATS = 3  # rounds in a row in which a worker may be excluded again
+
+
+def first_nonfinite(buckets: Sequence[Bucket]) -> Tensor:
+    """Returns the number, from 1 over all buckets, of the first buffer with a non-finite value that is new; 0 for none.
+
+    It looks at the buffers that travel. The result is 0-d int64 on the first bucket's device, and the host does not
+    wait for it.
+    """
+    found = torch.zeros((), dtype=torch.int64, device=buckets[0].flat.device)
+    before = 0
+    for bucket in buckets:
+        flat = bucket.values
+        # on a CPU one sum finds that all is finite
+        if len(flat) and (read_blocks(flat) or not flat.sum().isfinite()):
+            bad = ~flat.isfinite() & ~same_values(flat, bucket.first)
+            # from an element to its buffer
+            place = torch.bucketize(bad.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
+            number = torch.where(bad.any(), before + 1 + bucket.numbers[place.clamp(max=len(bucket.buffers) - 1)], 0)
+            found = torch.where(found == 0, number.to(found.device), found)
+        before += len(bucket.given)
+    return found
 
 
 class OutlierFilter(Judge):
@@ -70,11 +92,10 @@ class OutlierFilter(Judge):
         m = self.method
         if m.share is not None:
             return None  # the method calls judge() with the norm of the whole node
-        buffer = None if m.fragment_index else first_nonfinite(m.buckets)  # buffers travel with the first fragment
-        excluded = self.judge(norm(m.sent_payloads).double(), buffer)
-        if m.sends_differences and not m.is_cut:  # it needs the whole difference in one all-reduce
-            self._square.copy_(torch.where(excluded, 0.0, self.size.square()))
-        return excluded
+        return self.judge(norm(m.sent_payloads).double(), None if m.fragment_index else self.bad_buffer())
+
+    def bad_buffer(self) -> Tensor:
+        return first_nonfinite(self.method.buckets)
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         """Warns of excluded workers.
@@ -124,6 +145,8 @@ class OutlierFilter(Judge):
             self.verdict.copy_(torch.where(verdict == VALID, self._of_others, verdict))
             self._of_others = None
         self._verdicts.zero_()[method.allreduce.place].copy_(self.verdict)
+        if method.sends_differences and not method.is_cut:  # it needs the whole difference in one all-reduce
+            self._square.copy_(torch.where(verdict != VALID, 0.0, self.size.square()))
         return verdict != VALID
 
     def _verdict_on(self, size: Tensor, steps: int) -> Tensor:
@@ -227,6 +250,43 @@ def owner_of(buffer: Tensor) -> str:
             if b is buffer:
                 return f" ({name} of a {type(module).__name__})"
     return ""
+
+
+class NodeCheck(Hook):
+    """Compares the parameters of a node's ranks once, before the first boundary, because each sends a part for all."""
+
+    _is_done = False
+
+    def before_step(self) -> bool:
+        m = self.method
+        if m.node.group is None or m.local_steps + 1 >= m.tau:
+            self.before_finish()
+        return self._is_done
+
+    def before_finish(self) -> None:
+        """Compares the norm of what all ranks of the node hold.
+
+        Raises:
+            UserError: If they have become different.
+        """
+        node, is_done, self._is_done = self.method.node, self._is_done, True
+        if is_done or node.group is None or not (shared := node.on_all_ranks(self.method.params)):
+            return
+        norms, reason = [0.0], ""
+        try:
+            norms = of_all(norm(shared).item(), node.group)
+        except RuntimeError as error:
+            reason = str(error)
+        if reason:  # outside of except: a traceback would keep the connections open
+            raise self.method.allreduce.failure(reason, "the comparison of a node's parameters")
+        highest, lowest = max(norms), min(norms)
+        if highest - lowest > 1e-6 * abs(highest):
+            what = "unsharded parameters" if node.of_shards else "parameters"
+            raise UserError(
+                f"the {what} of one node's workers differ (norms from {lowest:.9g} to {highest:.9g}): they must "
+                "synchronize gradients in every step, as DistributedDataParallel over mesh.get_group(1); or give "
+                "no mesh, or shards=True for pipeline stages"
+            )
 
 
 PARTS = 16  # parts of the replicated state; a round's checksum reads one, which is 1/4 byte per parameter

@@ -154,7 +154,7 @@ def test_calls_after_a_failure_move_nothing(shard: bool):
             method.step()
         p.sub_(0.1)
     before = p.detach().clone()
-    method.allreduce._failed, method.allreduce.in_flight = "rank 0: it failed", False  # as a failure leaves it
+    method.allreduce.failed, method.allreduce.in_flight = "rank 0: it failed", False  # as a failure leaves it
     for call in (method.finish, method.step, method.step, method.finish):
         with pytest.raises(CollectiveError):
             call()

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bench.loss.__main__ import vmap_gradient
 from core import CO2, CO2Config, make_method
 from core.buckets import local_shard
-from core.groups import copies_of
+from core.groups import holding_of
 from core.nodes import node_mesh
 from core.testing.reference import Reference
 from tests.on_ranks import alike, on_ranks, shared_out, total_world_size
@@ -318,5 +318,5 @@ def test_how_many_ranks_hold_a_tensor(rank: int):
     places = [[Shard(0), Shard(1)], [Shard(0), Replicate()], [Replicate(), Replicate()]]
     tensors = [distribute_tensor(torch.ones(4, 4), mesh, p) for p in places]
     tensors += [distribute_tensor(torch.ones(4), mesh["shard"], [Shard(0)]), torch.ones(4)]
-    found = [[copies_of(t, ranks, shards) for t in tensors] for shards in (False, True)]
+    found = [[holding_of(t, ranks, shards)[0] for t in tensors] for shards in (False, True)]
     assert found == [[1, 2, 4, 2, 4], [1, 2, 4, 1, 1]]

@@ -244,7 +244,7 @@ def test_every_part_equals_the_reference(rank: int, place: str, names: list[str]
         mine = [rows[rank // 2 if in_nodes else rank] for rows in theirs]
         assert apart(ours, mine) < NEAR < (ours[-1] - ours[0]).abs().max(), name
         parts = (2 if in_nodes else 1) * ((2 if in_nodes else 4) if "shard" in place else 1)
-        assert [len(m) for m in co2._m] == [-(-co2.buckets[0].numel // parts)]
+        assert [len(m) for m in co2.state["outer_momentum"]] == [-(-co2.buckets[0].numel // parts)]
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def held(inside: str, c: dict[str, Any], per_node: int) -> float:
     co2 = CO2(model.parameters(), CO2Config(tau=TAU, **c), mesh=mesh)
     tensors = [b.payload for b in co2.buckets]
     assert co2.share is not None
-    for flats in (*co2.state.values(), co2.share._snapshots, *co2.reducer.state.values()):
+    for flats in (*co2.state.values(), co2.share.snapshots, *co2.reducer.state.values()):
         tensors += flats
     places = {t.data_ptr(): t for t in tensors}
     co2.close()

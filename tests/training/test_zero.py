@@ -162,7 +162,7 @@ def held_in(rank: int, stage: Any) -> dict[str, int]:
         "parameters": [*model.parameters()],
         "gradients": [p.grad for p in model.parameters() if p.grad is not None],
         "optimiser": [s["exp_avg"] for s in state],
-        "outer": method._x,
+        "outer": method.state["outer_iterate"],
     }
     method.allreduce.wait()
     method.close()

@@ -73,8 +73,11 @@ class Resharded:
         """
         own = of_rank(self.method.state_dict())  # waits for the all-reduce in flight
         own.pop("residual", None)
-        if (share := self._share) and share.method.is_cut:
-            share.without_merged(own["flats"])
+        if (share := self._share) and share.method.is_cut:  # only the change in flight is merged after a resume
+            for bucket, flat, place in zip(self._buckets, own["flats"], share.now.places, strict=True):
+                rows = flat[: bucket.padded].view(share.node.parts, -1)
+                rows[:, : place.start] = 0
+                rows[:, place.stop if self.method.allreduce.in_flight else place.start :] = 0
         tensors = self._tensors() | self._outer(own)
         places = {name: (tuple(t.shape), start_of(t)) for name, t in tensors.items()}
         state = {"model": tensors, "places": places, "method": own, "layout": str(self.parallel.layout), "step": step}
