@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .buckets import Bucket, Scalars, State, same_values, views, wipe
+from .buckets import Bucket, Scalars, State, wipe
 from .comm import AsyncAllReduce, Reducer
 from .errors import UserError
 from .nodes import Node
@@ -67,8 +67,7 @@ class HookedMethod:
     timed_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
     fragment_index = 0  # of the last all-reduce's Fragment
     is_cut = False  # whether there are several fragments
-    _given_buffers: dict[int, Tensor]  # the averaged buffers, by their index in `buffers`
-    _buffers: list[Tensor]  # their local tensors
+    numbered_buffers: list[tuple[int, Tensor]]  # the averaged buffers with their index in `buffers`, in buckets' order
     _starts_near_anchor = False  # whether rounds begin near `anchors`, not exactly there
     _saved_at: tuple[int, int] | None = None  # rounds and local steps at which state_dict() was last called
 
@@ -107,20 +106,6 @@ class HookedMethod:
     def is_log_rank(self) -> bool:
         """Whether this process prints what concerns all workers."""
         return self.allreduce.rank == 0 and self.node.rank == 0
-
-    def numbered_buffers(self) -> list[tuple[int, Tensor]]:
-        """Returns the averaged buffers as given, each with its index in `buffers`, in the order of the buckets."""
-        numbered = {id(b): pair for b, pair in zip(self._buffers, self._given_buffers.items(), strict=True)}
-        return [numbered[id(b)] for bucket in self.buckets for b in bucket.given]
-
-    def nonfinite_buffers(self) -> list[tuple[int, Tensor]]:
-        """Returns `numbered_buffers` that hold non-finite numbers which were not there at construction."""
-        found = list[bool]()
-        for bucket in self.buckets:
-            flat = bucket.flat_buffers()
-            bad = views(~flat.isfinite() & ~same_values(flat, bucket.first_values), bucket.given)
-            found += [bool(where.any()) for where in bad]
-        return [pair for pair, is_bad in zip(self.numbered_buffers(), found, strict=True) if is_bad]
 
     def exclude(self, where: Tensor) -> None:
         """Excludes this worker from the average if the 0-d bool `where` is True."""

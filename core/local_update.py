@@ -176,8 +176,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self.trained = [p for p in given if p.requires_grad]
         self._frozen = [p for p in given if not p.requires_grad]
         self.params = [local_shard(p) for p in self.trained]
-        self._given_buffers = {i: b for i, b in enumerate(others) if has_mean(b)}
-        self._buffers = [as_real(local_shard(b)) for b in self._given_buffers.values()]
+        averaged = {i: b for i, b in enumerate(others) if has_mean(b)}
+        self._buffers = [as_real(local_shard(b)) for b in averaged.values()]
         self._broadcast_once = [local_shard(t) for t in (*given, *others)]
         GUARDS.inputs.check_inputs(given, self.params, self._buffers)
         on_host = share is not None and share.offload
@@ -194,6 +194,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self.scalars = Scalars(sizes)
         made = self.params, self._buffers, self.scalars.numel
         self.buckets = make_buckets(*made) if share is None else share.make_buckets(*made, self.allreduce.world_size)
+        numbered = {id(b): pair for b, pair in zip(self._buffers, averaged.items(), strict=True)}
+        self.numbered_buffers = [numbered[id(b)] for bucket in self.buckets for b in bucket.given]
         self.sent_payloads = [b.payload for b in self.buckets]  # of the next all-reduce at a boundary
         self.scalars.attach(self.buckets[0].scalars)
         # 0-d views into the first bucket, so the all-reduce sums what is written to them

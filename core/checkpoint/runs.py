@@ -34,6 +34,7 @@ from ..buckets import all_finite, is_dtensor, local_shard
 from ..errors import UserError
 from ..groups import host_group, leave_group, new_group, of_all
 from ..guards import failure as peers
+from ..guards.workers import nonfinite_buffers
 from ..hooks import Hook, HookedMethod
 from ..local_update import LocalUpdateMethod
 from . import stored
@@ -712,7 +713,7 @@ def _need_not_be_finite(model: nn.Module, co2: Stateful) -> set[str]:
 
     The method does not average them, or their only non-finite numbers were there at construction, as in a causal mask.
     """
-    bad = [b for _, b in co2.nonfinite_buffers()] if isinstance(co2, LocalUpdateMethod) else []
+    bad = [b for _, b in nonfinite_buffers(co2)] if isinstance(co2, LocalUpdateMethod) else []
     return {name for name, b in model.named_buffers(remove_duplicate=False) if not any(b is other for other in bad)}
 
 

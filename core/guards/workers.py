@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buckets import Bucket, local_shard, same_values, wipe, zero_each
+from ..buckets import Bucket, local_shard, same_values, views, wipe, zero_each
 from ..errors import DivergedError, UserError, log
 from ..groups import of_all
 from ..hooks import Hook, HookedMethod, Judge, ReductionInfo
@@ -45,6 +45,16 @@ def first_nonfinite(buckets: Sequence[Bucket]) -> Tensor:
             found = torch.where(found == 0, number.to(found.device), found)
         before += len(bucket.given)
     return found
+
+
+def nonfinite_buffers(method: HookedMethod) -> list[tuple[int, Tensor]]:
+    """Returns `numbered_buffers` that hold non-finite numbers which were not there at construction."""
+    found = list[bool]()
+    for bucket in method.buckets:
+        flat = bucket.flat_buffers()
+        bad = views(~flat.isfinite() & ~same_values(flat, bucket.first_values), bucket.given)
+        found += [bool(where.any()) for where in bad]
+    return [pair for pair, is_bad in zip(method.numbered_buffers, found, strict=True) if is_bad]
 
 
 class OutlierFilter(Judge):
@@ -183,14 +193,14 @@ class OutlierFilter(Judge):
 
     def _buffer_name(self, code: int) -> str:
         """Describes a verdict's buffer by its number as given, its shape and its module."""
-        return described(*self.method.numbered_buffers()[code - BUFFER])
+        return described(*self.method.numbered_buffers[code - BUFFER])
 
     def _live_buffer(self) -> str:
         """Describes this worker's first non-finite buffer. "" if there is none, or parameters are not finite."""
         m = self.method
         if not all(bool(p.isfinite().all()) for p in m.params):
             return ""
-        return next((described(*pair) for pair in m.nonfinite_buffers()), "")
+        return next((described(*pair) for pair in nonfinite_buffers(m)), "")
 
     def state_dict(self) -> Any:
         return self.state
