@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core import CO2, CO2Config, node_mesh
 from core.config import CompressionConfig
-from core.errors import UserError
+from core.errors import CollectiveError, UserError
 from core.shares import slices, slices_alike
 from core.tau import CUT_MARGIN, LATE, TauTuner
 from core.testing import run_distributed
@@ -117,6 +117,22 @@ def test_each_slice_equals_the_specification(shapes: str):
             assert [i for i, ended in enumerate(closed) if ended] == [5, 11, 17, 23], "a round lasts tau steps"
             for step, (mine, theirs) in enumerate(zip(found, want, strict=True)):
                 assert (mine - theirs[rank]).abs().max() <= 1e-12, f"{c}, step {step}"
+
+
+@on_ranks(2)
+def test_a_failed_all_reduce_is_named_by_its_round_and_its_fragment(rank: int):
+    """It is the fourth, of the second round."""
+    params = model("several")
+    co2 = CO2(params, config(fragments=2))
+    for step in range(14):
+        local_step(params, rank, step)
+        co2.step()
+    if rank:
+        return co2.leave()
+    with pytest.raises(CollectiveError, match=r"^rank 0: the all-reduce of round 1 \(fragment 1\) failed; "):
+        for _ in range(6):
+            co2.step()
+    co2.leave()
 
 
 @on_ranks(2)
