@@ -161,7 +161,7 @@ class AsyncAllReduce:
         generation: Rises whenever workers have left or joined.
         timed_groups: Groups whose timeout follows the intervals between launches.
         of_workers: The group that was given, which no all-reduce uses. None means all processes.
-        label: What errors call the last all-reduce. Its owner may set it, because a round may have several.
+        label: Name of the last all-reduce in errors. Its owner may set it, because a round may have several.
     """
 
     launches = generation = 0

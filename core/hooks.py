@@ -227,8 +227,8 @@ class Judge(Hook):
 
 
 GUARDS: Any = SimpleNamespace()
-"""What core/guards registers when `core` is imported, because the root imports no guard: `make_hooks` makes the hooks
-of every method, `failure` finds which rank has failed, and `inputs` refuses what cannot be averaged."""
+"""The root imports no guard, so core/guards registers here when `core` is imported: `make_hooks` makes the hooks of
+every method, `failure` finds which rank has failed, and `inputs` refuses what cannot be averaged."""
 
 
 class Requests(Hook):
