@@ -242,7 +242,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """Step 3 of a node, whose steps 4 to 7 have run in the background. Reports an exclusion."""
         spoilt = self._now.spoilt
         excluded = share.excluded() & ~spoilt & (result is not None)
-        self.clock.stats.__dict__.update(defer(share.stats))  # before the next launch, which reuses their memory
+        vars(self.clock.stats).update(defer(share.stats))  # before the next launch, which reuses their memory
         if result and result.is_last:
             share.end()
         else:
@@ -286,7 +286,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         result = self._wait_allreduce(finished=finished)  # step 2
         if share is not None:  # steps 4 to 7 have run in the background
             share.drain()
-            self.clock.stats.__dict__.update(defer(share.stats))
+            vars(self.clock.stats).update(defer(share.stats))
             self._report_excluded(share.excluded())
             if result.is_last:
                 share.end()
@@ -338,6 +338,51 @@ class CO2(LocalUpdateMethod, SharedMethod):
     @property
     def begins_apart(self) -> bool:
         return self._starts_near_anchor and (self.allreduce.in_flight or self.is_cut)
+
+    # -- the outer step ----------------------------------------------------------------------------------------
+
+    def _outer_step(self, *, arrived: bool = True, takes_difference: bool = True) -> None:
+        """Steps 4 to 7 and the merge, from the sums in the payloads. One pass over memory per bucket, after one for the
+        norm of Delta.
+
+        Args:
+            arrived: Whether the payloads hold sums. If not, as in the first round, x and m stay.
+            takes_difference: Whether the pass also writes step 3's difference to the payload.
+        """
+        c, stats, fragment = self.config, self.clock.stats, self._now
+        if not fragment.outer_steps:
+            return  # there are more fragments than elements
+        numel, last_alpha = fragment.numel, fragment.last_alpha
+        if arrived:
+            # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
+            delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm(fragment.payloads)
+            if "squares" in self.scalars.sizes and not self.is_cut:  # hooks' scalars belong to the whole payload
+                stats.consensus_distance = outer.consensus_distance(self.scalars["squares"], self._weight, delta_norm)
+            last_step_norm = last_alpha * fragment.momentum_norm
+            if self._directions and c.gap == "norm":
+                last_step_norm = last_alpha * outer.norm([step for step in fragment.directions if len(step)])
+            rule = outer.rule_of(c, self.growth, delta_norm, last_step_norm, numel)
+            rule = replace(rule, last_alpha=last_alpha, scale=self._scale, merge=c.merge)
+            rule = replace(rule, takes_difference=takes_difference)
+        else:
+            for bucket in self.buckets:
+                bucket.payload.zero_()  # the rule multiplies it by 0, and 0 times a NaN is a NaN
+            rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=c.merge)
+        # [4]: the sums of m^2 and of Lambda, the largest Lambda, and how many elements were clipped
+        squares, gaps, largest_gap, clipped = outer.run_all(fragment.outer_steps, rule)
+        fragment.last_alpha = float(rule.alpha)
+        if arrived:
+            stats.momentum_norm = fragment.momentum_norm = squares.sqrt()
+            stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / numel, largest_gap, clipped / numel
+
+    def _restart_from_anchor(self, where: Tensor | None = None) -> None:
+        if self.config.merge != "restart" and self.share is None:  # with restart or in a node, a merge itself does it
+            self._restart(where)
+
+    def _restart(self, where: Tensor | None = None, *, of: Fragment | None = None) -> None:
+        for fragment in self.fragments if of is None else [of]:
+            for outer_step in fragment.outer_steps:
+                outer_step.restart(where)
 
     # -- fragments in turn: see Fragment -------------------------------------------------------------------
 
@@ -426,52 +471,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         cut = {"at": self.fragment_index, "reached_in": self._reached_in} if self.is_cut else {}
         return state | {"fragments": fragments} | cut
 
-    # -- the outer step ----------------------------------------------------------------------------------------
-
-    def _outer_step(self, *, arrived: bool = True, takes_difference: bool = True) -> None:
-        """Steps 4 to 7 and the merge, from the sums in the payloads. One pass over memory per bucket, after one for the
-        norm of Delta.
-
-        Args:
-            arrived: Whether the payloads hold sums. If not, as in the first round, x and m stay.
-            takes_difference: Whether the pass also writes step 3's difference to the payload.
-        """
-        c, stats, fragment = self.config, self.clock.stats, self._now
-        if not fragment.outer_steps:
-            return  # there are more fragments than elements
-        numel, last_alpha = fragment.numel, fragment.last_alpha
-        if arrived:
-            # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
-            delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm(fragment.payloads)
-            if "squares" in self.scalars.sizes and not self.is_cut:  # hooks' scalars belong to the whole payload
-                stats.consensus_distance = outer.consensus_distance(self.scalars["squares"], self._weight, delta_norm)
-            last_step_norm = last_alpha * fragment.momentum_norm
-            if self._directions and c.gap == "norm":
-                last_step_norm = last_alpha * outer.norm([step for step in fragment.directions if len(step)])
-            rule = outer.rule_of(c, self.growth, delta_norm, last_step_norm, numel)
-            rule = replace(rule, last_alpha=last_alpha, scale=self._scale, merge=c.merge)
-            rule = replace(rule, takes_difference=takes_difference)
-        else:
-            for bucket in self.buckets:
-                bucket.payload.zero_()  # the rule multiplies it by 0, and 0 times a NaN is a NaN
-            rule = outer.Rule(nesterov=c.outer_momentum if c.nesterov else None, merge=c.merge)
-        # [4]: the sums of m^2 and of Lambda, the largest Lambda, and how many elements were clipped
-        squares, gaps, largest_gap, clipped = outer.run_all(fragment.outer_steps, rule)
-        fragment.last_alpha = float(rule.alpha)
-        if arrived:
-            stats.momentum_norm = fragment.momentum_norm = squares.sqrt()
-            stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / numel, largest_gap, clipped / numel
-
-    def _restart_from_anchor(self, where: Tensor | None = None) -> None:
-        if self.config.merge != "restart" and self.share is None:  # with restart or in a node, a merge itself does it
-            self._restart(where)
-
-    def _restart(self, where: Tensor | None = None, *, of: Fragment | None = None) -> None:
-        for fragment in self.fragments if of is None else [of]:
-            for outer_step in fragment.outer_steps:
-                outer_step.restart(where)
-
-    # -- shares ------------------------------------------------------------------------------------------------
+    # -- the state ----------------------------------------------------------------------------------------------
 
     def _start_from_params(self) -> None:
         super()._start_from_params()
