@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -208,11 +209,8 @@ class Scalars:
 
     def named(self, numbers: Sequence[float]) -> dict[str, Sequence[float]]:
         """Returns all numbers, as read on the host, by name."""
-        by_name, start = dict[str, Sequence[float]](), 0
-        for name, size in self.sizes.items():
-            by_name[name] = numbers[start : start + size]
-            start += size
-        return by_name
+        ends = accumulate(self.sizes.values())
+        return {name: numbers[end - size : end] for (name, size), end in zip(self.sizes.items(), ends, strict=True)}
 
     def set(self, name: str, value: float | Tensor) -> None:
         """Writes a number. Unlike an assignment, it never makes the host wait for a GPU."""
@@ -534,15 +532,14 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
     cudart: Any = torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(held.data_ptr(), nbytes, PORTABLE)):
         raise UserError(f"{nbytes} bytes of the host's memory cannot be pinned (CUDA error {code}): leave out offload")
-    weakref.finalize(memory, _unpin, held.data_ptr(), torch.cuda.current_device()).atexit = False
+    address, device = held.data_ptr(), torch.cuda.current_device()
+
+    def unpin() -> None:
+        torch.cuda.synchronize(device)  # after all queued copies
+        cudart.cudaHostUnregister(address)
+
+    weakref.finalize(memory, unpin).atexit = False
     return held
-
-
-def _unpin(address: int, device: int) -> None:
-    """Unpins memory after all queued copies."""
-    torch.cuda.synchronize(device)
-    cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(address)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:

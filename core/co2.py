@@ -72,7 +72,7 @@ from .guards.inputs import groups_of, refuse_fsdp, refuse_shards
 from .guards.workers import OutlierFilter
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
-from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices_of
+from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices
 from .state import on_host
 from .stats import RoundStats, defer
 
@@ -160,6 +160,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self.replicated = [] if shard else share.x
         self._cut(c.fragments if isinstance(c.fragments, int) else 1)
         self.allreduce.timed_groups += node.groups
+        self.allreduce.votes = node.votes
         self._start_from_params()
         self._rehearse()
         self._start_from_params()
@@ -360,7 +361,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
         lag = max((fragment.lag for fragment in self.fragments), default=0)
         fragments, share, self.is_cut = list[Fragment](), self.share, count > 1
         owned, is_first = share is not None and share.shard, not self.fragments
-        for i, places in enumerate(slices_of(self.buckets, count) if share is None else share.cut(count)):
+        whole = zip(*(slices(b.numel, count) for b in self.buckets), strict=True)
+        for i, places in enumerate(whole if share is None else share.cut(count)):
             parts, reducer = self.buckets, self.reducer
             if share is not None or self.is_cut:
                 parts = sent_parts(self.node, self.buckets, places, OWN if i else None, owned=owned)

@@ -21,6 +21,7 @@ from torch import Tensor
 from .buckets import Bucket, BucketShare, Scalars
 from .errors import CollectiveError, UserError
 from .groups import (
+    Votes,
     backend_for,
     broadcast,
     compare,
@@ -147,14 +148,15 @@ class AsyncAllReduce:
         place: This worker's index among the scalars with a place per worker. There are `places` of them.
         most: Largest number of workers that the group may ever have.
         is_elastic: Whether workers may leave and join.
-        votes: Whether the ranks of a worker vote on an arrival, which takes a local step.
+        votes: How the ranks of a worker vote on an arrival, which takes a local step. None if they do not.
         generation: Rises whenever workers have left or joined.
         timed_groups: Groups whose timeout follows the intervals between launches.
         of_workers: The group that was given, which no all-reduce uses. None means all processes.
     """
 
     launches = generation = 0
-    is_elastic = votes = False
+    is_elastic = False
+    votes: Votes | None = None
     of_workers: dist.ProcessGroup | None = None
 
     def __init__(
@@ -251,8 +253,12 @@ class AsyncAllReduce:
         return self._thread is None
 
     def arrived(self) -> bool:
-        """Returns whether the result is there, so that wait() stalls neither the host nor the stream. Never blocks."""
-        return self.done() and (not isinstance(self._end_mark, torch.cuda.Event) or self._end_mark.query())
+        """Returns whether the result is there, so that wait() stalls neither the host nor the stream. Never blocks.
+
+        With votes, it is there once all ranks of the worker have voted so, and all get the same answer.
+        """
+        is_here = self.done() and (not isinstance(self._end_mark, torch.cuda.Event) or self._end_mark.query())
+        return is_here if self.votes is None else self.votes.agree(is_here)
 
     def wait(self, before_use: Sequence[Callable[[], None]] = ()) -> None:
         """Blocks until the result is in the tensors. Step 2 of Algorithm 1.
@@ -266,6 +272,7 @@ class AsyncAllReduce:
         """
         assert self.in_flight, "nothing was launched"
         start, before, began = mark(self.device), self._host_seconds, time.perf_counter()
+        self._end_vote()
         self.drain()  # with gloo the host waits, and no kernel is queued to the stream meanwhile
         self._host_seconds += time.perf_counter() - began
         in_stream = self._side is not None
@@ -273,6 +280,11 @@ class AsyncAllReduce:
         for call in before_use:
             call()
         self.in_flight = False
+
+    def _end_vote(self) -> None:
+        """Reads a vote that has started, and discards it."""
+        if self.votes is not None:
+            self.votes.read()
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -311,6 +323,7 @@ class AsyncAllReduce:
         It waits for the all-reduce in flight, and discards it. `in_flight` says whether the tensors hold a result that
         was not waited for.
         """
+        self._end_vote()
         self.drain()
         self.launched, self.in_flight, self._launched_at = launched, in_flight, time.perf_counter()
 

@@ -16,7 +16,7 @@ One round of a rank, where g is its share's part of the payload:
                  payload: x_{t+1,0} to restart from, or the change D = x_{t+1,0} - snapshot for keep_local.
     merge        p <- payload, or p <- p + D, in one pass that waits for nothing.
 
-The ranks of a node merge after the same local step, although their all-reduces arrive at different times (Node.vote).
+The ranks of a node merge after the same local step, although their all-reduces arrive at different times (Votes).
 
 A share is cut into fragments (Fragment). Fragment f is the f-th slice of each rank's share, so no element changes
 its owner. A share that is not cut has one fragment, the whole.
@@ -120,11 +120,6 @@ def slices(numel: int, count: int, multiple: int = 1) -> list[slice]:
     unit = UNIT if multiple == 1 and numel >= 8 * count * UNIT else multiple
     ends = [min(numel, -(-numel * i // (count * unit)) * unit) for i in range(count + 1)]
     return [slice(a, b) for a, b in pairwise(ends)]
-
-
-def slices_of(buckets: Sequence[Bucket], count: int) -> list[Sequence[slice]]:
-    """Returns for each of `count` fragments its slice of each whole payload."""
-    return [*zip(*(slices(b.numel, count) for b in buckets), strict=True)]
 
 
 def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
@@ -273,7 +268,6 @@ class Share:
         self.directions = new("outer_step", like=own) if directed else []
         # No checkpoint holds the snapshot: when its average has arrived, the payload holds the change.
         self.snapshots = [torch.zeros_like(g) for g in self.g] if c.merge == "keep_local" else []
-        self._layout: list[tuple[int, tuple[int, ...]]] = []
         self.host = [pinned(len(g), b.dtype) for b, g in zip(method.buckets, self.g, strict=True) if self.offload]
 
     def cut(self, count: int) -> list[Sequence[slice]]:
@@ -284,7 +278,7 @@ class Share:
         numels = numels if self.node.group is None else of_all(numels[0], self.node.group)
         for s, of_ranks in zip(self._slices, zip(*numels, strict=True), strict=True):
             s.numel = round(sum(of_ranks))
-        self._layout = []
+        self._layout: list[tuple[int, tuple[int, ...]]] = []
         return [s.places for s in self._slices]
 
     def _cuts(self, bucket: Bucket, g: Tensor, count: int) -> list[slice]:
@@ -560,10 +554,9 @@ class Share:
         compute.wait_stream(self._stream)
 
     def drain(self) -> None:
-        """Waits until nothing that is queued reads or writes host memory, and ends a vote that has started."""
+        """Waits until nothing that is queued reads or writes host memory."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).synchronize()  # it waits for the copies' stream
-        self.node.end_vote()
 
 
 def parts_at(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:

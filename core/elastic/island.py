@@ -63,15 +63,13 @@ class IslandAllReduce(ElasticAllReduce):
         **options: Other arguments of ElasticAllReduce.
     """
 
-    votes = True
-
     def __init__(self, device: torch.device, **options: Any):
         super().__init__(device, **options)
         self.leads = self.members.island_rank == 0
         self.place -= self.members.island_rank
         self._reports: list[Report | None] | None = None  # of the last new generation, until the ranks share it
         self._repairs = False  # whether the reduction in flight also sends the first worker's state
-        self._votes = Votes()
+        self.votes = Votes()
 
     def launch(self, stages: Iterator[Stage]) -> None:
         if self.leads:
@@ -81,12 +79,7 @@ class IslandAllReduce(ElasticAllReduce):
             self.launched, self.in_flight = self.launched + 1, True
         self.share()
 
-    def arrived(self) -> bool:
-        """Returns whether the leader has the sums, in the same local step on all ranks of the island."""
-        return self._votes.agree(super().arrived())
-
     def wait(self, before_use: Sequence[Callable[[], None]] = ()) -> None:
-        self._votes.read()
         super().wait([self._share_sums, *before_use])
 
     def _share_sums(self) -> None:
