@@ -84,9 +84,8 @@ class Bucket:
     def begin(self, first_values: Tensor | None = None) -> None:
         """Sets what the buffers held at first, by default what they hold now. All of them travel."""
         self.first_values = self.flat_buffers() if first_values is None else first_values.to(self.flat, copy=True)
-        self.first_given = [
-            v.to(b.device) for v, b in zip(views(self.first_values, self.given), self.given, strict=True)
-        ]
+        firsts = views(self.first_values, self.given)
+        self.first_given = [v.to(b.device) for v, b in zip(firsts, self.given, strict=True)]
         self.travelling, self.fresh = list[int](), list[int]()
         self.choose_buffers(range(len(self.given)))
         self.fresh = []
@@ -146,14 +145,19 @@ class BucketShare:
     Args:
         bucket: The bucket.
         flat: The share of the payload, with its padding, [n].
+        start: Place of its first element in the payload.
+        scalars: How many of the scalars are sent, and no buffer. None sends all scalars and the buffers.
+        owned: Whether each worker owns a part of the share, which includes padding.
+
+    Attributes:
         numel: Elements of the share that are sent.
         params: Views of the live parameters' elements in the share.
-        scalars: How many of the scalars are sent, and no buffer. None sends all scalars and the buffers.
     """
 
-    def __init__(self, bucket: Bucket, flat: Tensor, numel: int, params: Sequence[Tensor], scalars: int | None = None):
-        self._bucket, self.flat, self.numel, self.params = bucket, flat, numel, params
-        self.payload, self.scalars = flat[:numel], bucket.scalars[:scalars]
+    def __init__(self, bucket: Bucket, flat: Tensor, start: int, scalars: int | None = None, *, owned: bool = False):
+        self._bucket, self.flat, self.params = bucket, flat, elements(bucket.params, start, start + len(flat))
+        self.numel = len(flat) if owned else sum(p.numel() for p in self.params)
+        self.payload, self.scalars = flat[: self.numel], bucket.scalars[:scalars]
         self._has_buffers = scalars is None
 
     @property
@@ -391,7 +395,7 @@ def parts_of(t: Tensor) -> list[Tensor]:
     """
     t = t.detach()
     if is_wrapper(t):
-        names = [name for name in t.__tensor_flatten__()[0]]  # pyright: ignore[reportAttributeAccessIssue]
+        names = t.__tensor_flatten__()[0]  # pyright: ignore[reportAttributeAccessIssue]
         return [part for name in names for part in parts_of(getattr(t, name))]
     if t.layout == torch.sparse_coo:
         return [t._indices(), t._values()]
@@ -540,12 +544,3 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
 
     weakref.finalize(memory, unpin).atexit = False
     return held
-
-
-def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns whether all elements are finite: 0-d, on the first tensor's device. A DTensor's local shard counts."""
-    local = [local_shard(t.detach()) for t in tensors if t.numel() and "float4" not in str(t.dtype)]  # always finite
-    # aminmax supports neither float8 nor empty tensors, as a rank's shard may be
-    wide = [t.float() if t.element_size() == 1 else t for t in local if t.numel()]
-    ends = [torch.stack(torch.aminmax(t)).double() for t in wide]
-    return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)

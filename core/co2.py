@@ -63,13 +63,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import all_finite, is_dtensor, local_shard, tensors_of, unique
+from .buckets import is_dtensor, local_shard, tensors_of, unique
 from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, check_share, named_rule, scheduled
 from .errors import UserError
 from .groups import Holders, of_all
 from .guards.inputs import groups_of, refuse_fsdp, refuse_shards
-from .guards.workers import OutlierFilter
+from .guards.workers import OutlierFilter, all_finite
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
 from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices
@@ -160,7 +160,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self.replicated = [] if shard else share.x
         self._cut(c.fragments if isinstance(c.fragments, int) else 1)
         self.allreduce.timed_groups += node.groups
-        self.allreduce.votes = node.votes
+        self.allreduce.votes, self.allreduce.voters = node.voters is not None, node.voters
         self._start_from_params()
         self._rehearse()
         self._start_from_params()

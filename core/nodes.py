@@ -18,7 +18,6 @@ from .errors import UserError
 from .groups import (
     Holders,
     Holding,
-    Votes,
     broadcast,
     compare,
     holding_of,
@@ -84,7 +83,7 @@ class Node:
 
     Attributes:
         group: The inner group.
-        votes: How the ranks vote on whether an average has arrived. None if they do not.
+        voters: The group in which they vote. None if they do not.
         groups: All groups inside the node. A worker that leaves after an exception destroys them, so that no rank
             waits.
         size: Number of ranks in it.
@@ -127,10 +126,9 @@ class Node:
         for t in [*params, *buffers]:
             if len(on := holdings[id(t)][1]) > 1:
                 self._equal.setdefault(on, []).append(local_shard(t).detach())
-        self.votes = None
-        if votes and inner is not None:
-            self.votes = Votes(new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True))
-        self.groups = [g for g in (self.group, self.votes and self.votes.group) if g is not None]
+        votes = votes and inner is not None
+        self.voters = new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True) if votes else None
+        self.groups = [group for group in (self.group, self.voters) if group is not None]
 
     @torch.no_grad()
     def agree(self, settings: tuple[Any, ...]) -> None:

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from ..buckets import keep_unchanged
 from ..comm import Stage
-from ..groups import Votes, of_all
+from ..groups import of_all
 from ..guards import failure
 from ..hooks import Requests
 from ..local_update import CHANGED
@@ -63,13 +63,14 @@ class IslandAllReduce(ElasticAllReduce):
         **options: Other arguments of ElasticAllReduce.
     """
 
+    votes = True
+
     def __init__(self, device: torch.device, **options: Any):
         super().__init__(device, **options)
         self.leads = self.members.island_rank == 0
         self.place -= self.members.island_rank
         self._reports: list[Report | None] | None = None  # of the last new generation, until the ranks share it
         self._repairs = False  # whether the reduction in flight also sends the first worker's state
-        self.votes = Votes()
 
     def launch(self, stages: Iterator[Stage]) -> None:
         if self.leads:
