@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -83,9 +84,8 @@ class Bucket:
     def begin(self, first_values: Tensor | None = None) -> None:
         """Sets what the buffers held at first, by default what they hold now. All of them travel."""
         self.first_values = self.flat_buffers() if first_values is None else first_values.to(self.flat, copy=True)
-        self.first_given = [
-            v.to(b.device) for v, b in zip(views(self.first_values, self.given), self.given, strict=True)
-        ]
+        firsts = views(self.first_values, self.given)
+        self.first_given = [v.to(b.device) for v, b in zip(firsts, self.given, strict=True)]
         self.travelling, self.fresh = list[int](), list[int]()
         self.choose_buffers(range(len(self.given)))
         self.fresh = []
@@ -145,14 +145,19 @@ class BucketShare:
     Args:
         bucket: The bucket.
         flat: The share of the payload, with its padding, [n].
+        start: Place of its first element in the payload.
+        scalars: How many of the scalars are sent, and no buffer. None sends all scalars and the buffers.
+        owned: Whether each worker owns a part of the share, which includes padding.
+
+    Attributes:
         numel: Elements of the share that are sent.
         params: Views of the live parameters' elements in the share.
-        scalars: How many of the scalars are sent, and no buffer. None sends all scalars and the buffers.
     """
 
-    def __init__(self, bucket: Bucket, flat: Tensor, numel: int, params: Sequence[Tensor], scalars: int | None = None):
-        self._bucket, self.flat, self.numel, self.params = bucket, flat, numel, params
-        self.payload, self.scalars = flat[:numel], bucket.scalars[:scalars]
+    def __init__(self, bucket: Bucket, flat: Tensor, start: int, scalars: int | None = None, *, owned: bool = False):
+        self._bucket, self.flat, self.params = bucket, flat, elements(bucket.params, start, start + len(flat))
+        self.numel = len(flat) if owned else sum(p.numel() for p in self.params)
+        self.payload, self.scalars = flat[: self.numel], bucket.scalars[:scalars]
         self._has_buffers = scalars is None
 
     @property
@@ -208,11 +213,8 @@ class Scalars:
 
     def named(self, numbers: Sequence[float]) -> dict[str, Sequence[float]]:
         """Returns all numbers, as read on the host, by name."""
-        by_name, start = dict[str, Sequence[float]](), 0
-        for name, size in self.sizes.items():
-            by_name[name] = numbers[start : start + size]
-            start += size
-        return by_name
+        ends = accumulate(self.sizes.values())
+        return {name: numbers[end - size : end] for (name, size), end in zip(self.sizes.items(), ends, strict=True)}
 
     def set(self, name: str, value: float | Tensor) -> None:
         """Writes a number. Unlike an assignment, it never makes the host wait for a GPU."""
@@ -393,7 +395,7 @@ def parts_of(t: Tensor) -> list[Tensor]:
     """
     t = t.detach()
     if is_wrapper(t):
-        names = [name for name in t.__tensor_flatten__()[0]]  # pyright: ignore[reportAttributeAccessIssue]
+        names = t.__tensor_flatten__()[0]  # pyright: ignore[reportAttributeAccessIssue]
         return [part for name in names for part in parts_of(getattr(t, name))]
     if t.layout == torch.sparse_coo:
         return [t._indices(), t._values()]
@@ -534,21 +536,11 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
     cudart: Any = torch.cuda.cudart()
     if code := int(cudart.cudaHostRegister(held.data_ptr(), nbytes, PORTABLE)):
         raise UserError(f"{nbytes} bytes of the host's memory cannot be pinned (CUDA error {code}): leave out offload")
-    weakref.finalize(memory, _unpin, held.data_ptr(), torch.cuda.current_device()).atexit = False
+    address, device = held.data_ptr(), torch.cuda.current_device()
+
+    def unpin() -> None:
+        torch.cuda.synchronize(device)  # after all queued copies
+        cudart.cudaHostUnregister(address)
+
+    weakref.finalize(memory, unpin).atexit = False
     return held
-
-
-def _unpin(address: int, device: int) -> None:
-    """Unpins memory after all queued copies."""
-    torch.cuda.synchronize(device)
-    cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(address)
-
-
-def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns whether all elements are finite: 0-d, on the first tensor's device. A DTensor's local shard counts."""
-    local = [local_shard(t.detach()) for t in tensors if t.numel() and "float4" not in str(t.dtype)]  # always finite
-    # aminmax supports neither float8 nor empty tensors, as a rank's shard may be
-    wide = [t.float() if t.element_size() == 1 else t for t in local if t.numel()]
-    ends = [torch.stack(torch.aminmax(t)).double() for t in wide]
-    return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)

@@ -63,7 +63,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import all_finite, is_dtensor, local_shard, tensors_of, unique
+from .buckets import is_dtensor, local_shard, tensors_of, unique
 from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, named_rule, scheduled
 from .errors import UserError
@@ -71,7 +71,7 @@ from .groups import Holders, of_all
 from .hooks import GUARDS, Judge
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
 from .nodes import Node
-from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices_of
+from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices
 from .state import on_host
 from .stats import RoundStats, defer
 
@@ -158,6 +158,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self.replicated = [] if shard else share.x
         self._cut()
         self.allreduce.timed_groups += node.groups
+        self.allreduce.votes, self.allreduce.voters = node.voters is not None, node.voters
         self._start_from_params()
         self._rehearse()
         self._start_from_params()
@@ -247,7 +248,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             share.end()
         else:
             # the background judges the payload later, but the optimizer's state would affect the next round, too
-            spoilt.copy_(~all_finite(p for b in self.buckets for p in b.params))
+            spoilt.copy_(self.hook(Judge).bad_params())
             share.take(idle=False)
             self._use_settings(self.rounds + 1)  # the background takes the outer step with the settings of its merge
         self._report_excluded(spoilt | excluded)
@@ -400,7 +401,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
         lag = max((fragment.lag for fragment in self.fragments), default=0)
         fragments, share, self.is_cut = list[Fragment](), self.share, count > 1
         owned, is_first = share is not None and share.shard, not self.fragments
-        for i, places in enumerate(slices_of(self.buckets, count) if share is None else share.cut(count)):
+        whole = zip(*(slices(b.numel, count) for b in self.buckets), strict=True)
+        for i, places in enumerate(whole if share is None else share.cut(count)):
             parts, reducer = self.buckets, self.reducer
             if share is not None or self.is_cut:
                 parts = sent_parts(self.node, self.buckets, places, OWN if i else None, owned=owned)

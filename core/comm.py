@@ -157,7 +157,8 @@ class AsyncAllReduce:
         place: This worker's index among the scalars with a place per worker. There are `places` of them.
         most: Largest number of workers that the group may ever have.
         is_elastic: Whether workers may leave and join.
-        votes: Whether the ranks of a worker vote on an arrival, which takes a local step.
+        votes: Whether the ranks of a worker vote on an arrival, which takes a local step. They are the ranks of the
+            group `voters`, which nothing else may use; None means all processes.
         generation: Rises whenever workers have left or joined.
         timed_groups: Groups whose timeout follows the intervals between launches.
         of_workers: The group that was given, which no all-reduce uses. None means all processes.
@@ -167,6 +168,7 @@ class AsyncAllReduce:
     launches = generation = 0
     label = ""
     is_elastic = votes = False
+    voters: dist.ProcessGroup | None = None
     of_workers: dist.ProcessGroup | None = None
 
     def __init__(
@@ -203,6 +205,7 @@ class AsyncAllReduce:
         self._end_mark: Mark = 0.0  # with NCCL, the end of the queued stages
         self._queued: tuple[Mark, Iterator[Stage]] = 0.0, iter(())  # with NCCL, the begin of the stages, and the rest
         self._thread: threading.Thread | None = None
+        self._vote: dist.Work | None = None  # the one that has started
         self._caller_waits = threading.Event()  # tells the thread that the caller waits, so polling can stop
         self._error: Exception | None = None  # raised by a stage
         self._lock = threading.Lock()  # held while the thread starts a stage
@@ -265,8 +268,27 @@ class AsyncAllReduce:
         return self._thread is None
 
     def arrived(self) -> bool:
-        """Returns whether the result is there, so that wait() stalls neither the host nor the stream. Never blocks."""
-        return self.done() and (not isinstance(self._end_mark, torch.cuda.Event) or self._end_mark.query())
+        """Returns whether the result is there, so that wait() stalls neither the host nor the stream. Never blocks.
+
+        With votes, all ranks of the worker get the same answer in the same local step. A vote starts in one step and is
+        read in the next. The ranks synchronize gradients in every step, so the read waits for no rank that is not
+        waited for anyway.
+        """
+        is_here = self.done() and (not isinstance(self._end_mark, torch.cuda.Event) or self._end_mark.query())
+        if not self.votes:
+            return is_here
+        if self._read_vote():
+            return True
+        self._all_here = torch.tensor(int(is_here), device="cpu")
+        self._vote = dist.all_reduce(self._all_here, dist.ReduceOp.MIN, group=self.voters, async_op=True)
+        return False
+
+    def _read_vote(self) -> bool:
+        """Ends the vote that has started, and returns its result. False if there is none."""
+        vote, self._vote = self._vote, None
+        if vote is not None:
+            vote.wait()
+        return vote is not None and bool(self._all_here)
 
     def wait(self, before_use: Sequence[Callable[[], None]] = ()) -> None:
         """Blocks until the result is in the tensors. Step 2 of Algorithm 1.
@@ -280,6 +302,7 @@ class AsyncAllReduce:
         """
         assert self.in_flight, "nothing was launched"
         start, before, began = mark(self.device), self._host_seconds, time.perf_counter()
+        self._read_vote()
         self.drain()  # with gloo the host waits, and no kernel is queued to the stream meanwhile
         self._host_seconds += time.perf_counter() - began
         in_stream = self._side is not None
@@ -325,6 +348,7 @@ class AsyncAllReduce:
         It waits for the all-reduce in flight, and discards it. `in_flight` says whether the tensors hold a result that
         was not waited for.
         """
+        self._read_vote()
         self.drain()
         self.launched, self.in_flight, self._launched_at = launched, in_flight, time.perf_counter()
 

@@ -312,34 +312,3 @@ def holding_of(t: Tensor, ranks: Sequence[int], shards: bool | Holders) -> Holdi
             )
         holders //= len(over)  # each of these ranks holds different elements
     return holders, tuple(ranks) if holders == len(ranks) else ()
-
-
-class Votes:
-    """Whether all ranks of a node have the average. A vote starts in one local step, and is read in the next.
-
-    The ranks synchronize gradients in every step, so a read waits for no rank that is not waited for anyway, and all
-    ranks get the same answer in the same step.
-
-    Args:
-        group: The node's ranks. No other thread may use this group. None means all ranks.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        self.group = group
-        self._work: dist.Work | None = None
-
-    def agree(self, arrived: bool) -> bool:
-        """Returns whether the last vote was unanimous. Otherwise starts the next vote."""
-        if self.read():
-            return True
-        self._all = torch.tensor(int(arrived), device="cpu")
-        self._work = dist.all_reduce(self._all, dist.ReduceOp.MIN, group=self.group, async_op=True)
-        return False
-
-    def read(self) -> bool:
-        """Ends the vote that has started, and returns its result."""
-        work, self._work = self._work, None
-        if work is None:
-            return False
-        work.wait()
-        return bool(self._all)

@@ -213,6 +213,10 @@ class Judge(Hook):
         """Returns the number, from 1, of the first buffer with a non-finite value that is new, 0-d; 0 for none."""
         raise NotImplementedError
 
+    def bad_params(self) -> Tensor:
+        """Returns whether a parameter on this rank has a non-finite value, 0-d bool."""
+        raise NotImplementedError
+
     def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
         """Finds the verdict on this worker's update, and writes it to the scalars.
 

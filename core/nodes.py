@@ -18,7 +18,6 @@ from .errors import UserError
 from .groups import (
     Holders,
     Holding,
-    Votes,
     broadcast,
     compare,
     holding_of,
@@ -84,6 +83,7 @@ class Node:
 
     Attributes:
         group: The inner group.
+        voters: The group in which they vote. None if they do not.
         groups: All groups inside the node. A worker that leaves after an exception destroys them, so that no rank
             waits.
         size: Number of ranks in it.
@@ -126,10 +126,9 @@ class Node:
         for t in [*params, *buffers]:
             if len(on := holdings[id(t)][1]) > 1:
                 self._equal.setdefault(on, []).append(local_shard(t).detach())
-        self._votes = None
-        if votes and inner is not None:
-            self._votes = Votes(new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True))
-        self.groups = [g for g in (self.group, self._votes and self._votes.group) if g is not None]
+        votes = votes and inner is not None
+        self.voters = new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True) if votes else None
+        self.groups = [group for group in (self.group, self.voters) if group is not None]
 
     @torch.no_grad()
     def agree(self, settings: tuple[Any, ...]) -> None:
@@ -188,15 +187,6 @@ class Node:
         """
         return [p.detach() for p, (n, _) in zip(trained, self._holdings, strict=True) if n == self.size and p.numel()]
 
-    def vote(self, arrived: bool) -> bool:
-        """Returns whether to merge after this local step, the same on all ranks of the node."""
-        return arrived if self._votes is None else self._votes.agree(arrived)
-
-    def end_vote(self) -> None:
-        """Ends a vote that has started."""
-        if self._votes is not None:
-            self._votes.read()
-
     def locate(
         self, trained: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence[Tensor], owned: Sequence[Tensor]
     ) -> Held:
@@ -240,7 +230,6 @@ class Node:
     def close(self) -> None:
         """Leaves the groups, unless they are destroyed."""
         if self.group is not None:
-            self.end_vote()
             for group in self.groups:
                 leave_group(group, self._timeout, overlap=True)
             self.group = None

@@ -16,7 +16,8 @@ One round of a rank, where g is its share's part of the payload:
                  payload: x_{t+1,0} to restart from, or the change D = x_{t+1,0} - snapshot for keep_local.
     merge        p <- payload, or p <- p + D, in one pass that waits for nothing.
 
-The ranks of a node merge after the same local step, although their all-reduces arrive at different times (Node.vote).
+The ranks of a node merge after the same local step, although their all-reduces arrive at different times: they vote
+(AsyncAllReduce.arrived).
 
 A share is cut into fragments (Fragment). Fragment f is the f-th slice of each rank's share, so no element changes
 its owner. A share that is not cut has one fragment, the whole.
@@ -121,11 +122,6 @@ def slices(numel: int, count: int, multiple: int = 1) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def slices_of(buckets: Sequence[Bucket], count: int) -> list[Sequence[slice]]:
-    """Returns for each of `count` fragments its slice of each whole payload."""
-    return [*zip(*(slices(b.numel, count) for b in buckets), strict=True)]
-
-
 def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
     """Returns slices of tensors that the ranks of a node shard. All ranks cut a tensor that all hold at one element.
 
@@ -150,16 +146,11 @@ def sent_parts(
 ) -> list[BucketShare]:
     """Returns what a rank sends to the other nodes: its shares, or the slices `places` of them.
 
-    A worker by itself is a node with one share, the whole. `scalars`: see BucketShare. With `owned`, each worker owns a
-    part, which includes padding.
+    A worker by itself is a node with one share, the whole. `scalars` and `owned`: see BucketShare.
     """
-    parts, shares = list[BucketShare](), node.own_shares(buckets)
-    for b, g, place in zip(buckets, shares, places or [slice(0, len(g)) for g in shares], strict=True):
-        start, flat = node.row * len(g) + place.start, g[place]
-        pieces = elements(b.params, start, start + len(flat))
-        numel = len(flat) if owned else sum(p.numel() for p in pieces)
-        parts.append(BucketShare(b, flat, numel, pieces, scalars))
-    return parts
+    shares = node.own_shares(buckets)
+    at = zip(buckets, shares, places or [slice(0, len(g)) for g in shares], strict=True)
+    return [BucketShare(b, g[place], node.row * len(g) + place.start, scalars, owned=owned) for b, g, place in at]
 
 
 class SharedMethod(HookedMethod):
@@ -272,7 +263,6 @@ class Share:
         self.directions = new("outer_step", like=own) if directed else []
         # No checkpoint holds the snapshot: when its average has arrived, the payload holds the change.
         self.snapshots = [torch.zeros_like(g) for g in self.g] if c.merge == "keep_local" else []
-        self._layout: list[tuple[int, tuple[int, ...]]] = []
         self.host = [pinned(len(g), b.dtype) for b, g in zip(method.buckets, self.g, strict=True) if self.offload]
 
     def cut(self, count: int) -> list[Sequence[slice]]:
@@ -283,7 +273,7 @@ class Share:
         numels = numels if self.node.group is None else of_all(numels[0], self.node.group)
         for s, of_ranks in zip(self._slices, zip(*numels, strict=True), strict=True):
             s.numel = round(sum(of_ranks))
-        self._layout = []
+        self._layout: list[tuple[int, tuple[int, ...]]] = []
         return [s.places for s in self._slices]
 
     def _cuts(self, bucket: Bucket, g: Tensor, count: int) -> list[slice]:
@@ -474,21 +464,23 @@ class Share:
         m, c, numbers = self.method, self.method.config, self.numbers
         own, weight, moved = s.own_g, m.scalars["weight"].double(), m.scalars["steps"] > 0
         scale = torch.where(weight == 0, 1.0, 1 / weight)
-        squares = sent = self._square(own, s.held.owned)
+        if self.next_x:
+            for g in own:
+                g.mul_(scale.to(g))
+            scale = torch.ones_like(scale)
+        sent = self._square(own, s.held.owned)
         for x, following, g, b in zip(s.own_x, self.next_x, own, m.buckets, strict=False):
             # each worker has sent x_{t+1,0} - p, and its local steps began at x_{t,0}, both as p's dtype holds them
             begun, taken = (values.to(b.dtype).to(x.dtype) for values in (x, following))
-            g.mul_(scale.to(g)).add_((weight > 0).to(g) * (begun - taken))
+            g.add_((weight > 0).to(g) * (begun - taken))
             x.copy_(following)
-        sent_scale = scale
-        if self.next_x:
-            squares, scale = self._square(own, s.held.owned), torch.ones_like(scale)
+        squares = self._square(own, s.held.owned) if self.next_x else sent
         sums = torch.stack([squares, numbers[M_SQUARES], numbers[STEP_SQUARES], sent])
         yield from self.node.sum([sums])
         if self.shard and m.allreduce.group is not None:
             yield sum_flats([sums], m.allreduce.group)
         delta_norm, m_norm, step_norm, sent_norm = sums.sqrt().unbind()
-        delta_norm, last_alpha = scale * delta_norm, numbers[ALPHA].clone()
+        delta_norm, sent_norm, last_alpha = scale * delta_norm, scale * sent_norm, numbers[ALPHA].clone()
         alpha = moved.double() * c.outer_lr
         rule = outer.rule_of(c, m.growth, delta_norm, last_alpha * step_norm, s.numel)
         beta, scale = torch.where(moved, torch.full_like(alpha, float(rule.beta)), 1.0), torch.where(moved, scale, 0.0)
@@ -511,8 +503,7 @@ class Share:
         if c.gap != "none":
             self.stats |= {"gap_mean": total[1] / count, "gap_max": total[2]}
         if not m.is_cut:  # the squares belong to the whole payload
-            squares, weight = m.scalars["squares"], m.scalars["weight"]
-            self.stats["consensus_distance"] = outer.consensus_distance(squares, weight, sent_scale * sent_norm)
+            self.stats["consensus_distance"] = outer.consensus_distance(m.scalars["squares"], weight, sent_norm)
 
     def _count(self, s: Slice, numbers: Tensor, m_squares: Tensor) -> None:
         """Sets a fragment's sums of squares, of its momentum and its last step."""
@@ -559,10 +550,9 @@ class Share:
         compute.wait_stream(self._stream)
 
     def drain(self) -> None:
-        """Waits until nothing that is queued reads or writes host memory, and ends a vote that has started."""
+        """Waits until nothing that is queued reads or writes host memory."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).synchronize()  # it waits for the copies' stream
-        self.node.end_vote()
 
 
 def parts_at(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:

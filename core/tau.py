@@ -33,7 +33,7 @@ NUMBERS = 4  # seconds that each worker sends: local step, all-reduce, boundary'
 LATE = 1.25  # with fragments auto, local steps that a fragment's all-reduce takes
 MOST = 8  # fragments at most
 CUT_MARGIN = 0.15  # with several fragments, the local steps exceed the round's all-reduces by this share
-VOTED = 3  # on nodes, further local steps of a round, for the votes of its fragments (groups.Votes)
+VOTED = 3  # on nodes, further local steps of a round, for the votes of its fragments (AsyncAllReduce.arrived)
 FLOAT32 = {"float32": 4.0}  # format -> bytes per element
 
 
@@ -70,7 +70,7 @@ class SyncSchedule:
         """Whether to merge the average in flight, `late` local steps after its all-reduce started, in mid-round."""
         if self.delay != "auto":
             return late == self.delay
-        return method.node.vote(method.allreduce.arrived())
+        return method.allreduce.arrived()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from ..buckets import (
     Bucket,
     Part,
     Scalars,
-    all_finite,
     as_real,
     copy,
     has_mean,
@@ -37,6 +36,7 @@ from ..errors import DivergedError, UserError, is_number
 from ..groups import broadcast, compare, leave_group, new_group
 from ..guards import failure
 from ..guards.inputs import groups_of
+from ..guards.workers import all_finite
 from ..hooks import Hook, Requests
 from ..local_update import Loop
 from ..state import of_rank, on_host, under_rank

@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..buckets import all_finite, is_dtensor, local_shard
+from ..buckets import is_dtensor, local_shard
 from ..errors import UserError
 from ..groups import host_group, leave_group, new_group, of_all
 from ..guards import failure as peers
-from ..guards.workers import nonfinite_buffers
+from ..guards.workers import all_finite, nonfinite_buffers
 from ..hooks import Hook, HookedMethod
 from ..local_update import LocalUpdateMethod
 from . import stored

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from ..buckets import keep_unchanged
 from ..comm import Stage
-from ..groups import Votes, of_all
+from ..groups import of_all
 from ..guards import failure
 from ..hooks import Requests
 from ..local_update import CHANGED
@@ -71,7 +71,6 @@ class IslandAllReduce(ElasticAllReduce):
         self.place -= self.members.island_rank
         self._reports: list[Report | None] | None = None  # of the last new generation, until the ranks share it
         self._repairs = False  # whether the reduction in flight also sends the first worker's state
-        self._votes = Votes()
 
     def launch(self, stages: Iterator[Stage]) -> None:
         if self.leads:
@@ -81,12 +80,7 @@ class IslandAllReduce(ElasticAllReduce):
             self.launched, self.in_flight = self.launched + 1, True
         self.share()
 
-    def arrived(self) -> bool:
-        """Returns whether the leader has the sums, in the same local step on all ranks of the island."""
-        return self._votes.agree(super().arrived())
-
     def wait(self, before_use: Sequence[Callable[[], None]] = ()) -> None:
-        self._votes.read()
         super().wait([self._share_sums, *before_use])
 
     def _share_sums(self) -> None:

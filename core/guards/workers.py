@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,15 @@ REASONS = {NOT_FINITE: "not finite", JUMPED: "much larger than its usual updates
 WARMUP_ROUNDS = 5  # valid rounds before a large update counts as a jump
 AVERAGE_ROUNDS = 10  # valid rounds in the running average of the update's size
 MAX_REPEATS = 3  # rounds in a row in which a worker may be excluded again
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns whether all elements are finite: 0-d, on the first tensor's device. A DTensor's local shard counts."""
+    local = [local_shard(t.detach()) for t in tensors if t.numel() and "float4" not in str(t.dtype)]  # always finite
+    # aminmax supports neither float8 nor empty tensors, as a rank's shard may be
+    wide = [t.float() if t.element_size() == 1 else t for t in local if t.numel()]
+    ends = [torch.stack(torch.aminmax(t)).double() for t in wide]
+    return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)
 
 
 def first_nonfinite(buckets: Sequence[Bucket]) -> Tensor:
@@ -106,6 +115,9 @@ class OutlierFilter(Judge):
 
     def bad_buffer(self) -> Tensor:
         return first_nonfinite(self.method.buckets)
+
+    def bad_params(self) -> Tensor:
+        return ~all_finite(p for b in self.method.buckets for p in b.params)
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         """Warns of excluded workers.

@@ -381,7 +381,7 @@ def merges(inside: str, fragments: int) -> list[tuple[int, list[bool]]]:
     for step, (model, co2) in enumerate(steps):
         time.sleep(0.01)
         if (rank, step) == (3, 0):
-            co2.allreduce.arrived = late(co2.allreduce.arrived)
+            co2.allreduce.done = late(co2.allreduce.done)
         stop_for_a_second() if (rank, step) == (2, 70) else None
         if inside == "ddp":
             mine = whole(model)
