@@ -320,12 +320,12 @@ def build_args(
     tuner = tuner_for(c, workers)
     sync_schedule = SyncSchedule(tau, c.delay) if tuner is None else AdaptiveTau(tau, c.delay, tuner)
     choosing = [sync_schedule] if isinstance(sync_schedule, AdaptiveTau) else []
-    of_group = {name: given for name, given in args.items() if name in ("group", "timeout", "link")}
-    of_group |= {"overlap": overlap and c.delay != 0}  # with delay 0 the worker waits at once
+    options: dict[str, Any] = {name: args[name] for name in ("group", "timeout", "link") if name in args}
+    options["overlap"] = overlap and c.delay != 0  # with delay 0 the worker waits at once
     return {
         "sync_schedule": sync_schedule,
         "buffers": args.get("buffers", ()),
-        "allreduce": functools.partial(allreduce or AsyncAllReduce, failures=GUARDS.failure, **of_group),
+        "allreduce": functools.partial(allreduce or AsyncAllReduce, failures=GUARDS.failure, **options),
         "reducer": functools.partial(c.compression.make_reducer, owned=owned),
         "hooks": GUARDS.make_hooks(c.outlier, choosing, args),
     }
