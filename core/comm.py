@@ -503,7 +503,8 @@ class Reducer:
         state: Its tensors in checkpoints, by name, such as error-feedback residuals.
     """
 
-    kind, changes = "float32", False
+    kind, changes, owned = "float32", False, False
+    buckets: Sequence[Any]
 
     def __init__(
         self,
@@ -513,7 +514,7 @@ class Reducer:
         *,
         owned: bool = False,
     ):
-        self._buckets, self._owned, self.scale = buckets, owned, 1 / allreduce.world_size
+        self.buckets, self.owned, self.scale = buckets, owned, 1 / allreduce.world_size
         self.state: dict[str, list[Tensor]] = {}
 
     def become(self, kind: str) -> None:
@@ -524,18 +525,18 @@ class Reducer:
 
         The generator keeps no reference to the group, which is None for one worker.
         """
-        if self._owned and group is not None:
-            yield sum_flats([bucket.rest for bucket in self._buckets], group)
-            for bucket in self._buckets:
+        if self.owned and group is not None:
+            yield sum_flats([bucket.rest for bucket in self.buckets], group)
+            for bucket in self.buckets:
                 yield from sum_parts(bucket.flat, group)
             return
-        for i in range(len(self._buckets)):
+        for i in range(len(self.buckets)):
             yield from self.of_bucket(i, group, number, i)
 
     def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:  # noqa: ARG002
         """Yields the stages of bucket `i` alone, after `turn` other buckets of this all-reduce."""
         if group is not None:
-            yield sum_flats(self._buckets[i].sent(), group)
+            yield sum_flats(self.buckets[i].sent(), group)
 
 
 def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:
