@@ -148,7 +148,7 @@ class AsyncAllReduce:
         most: Largest number of workers that the group may ever have.
         is_elastic: Whether workers may leave and join.
         votes: Whether the ranks of a worker vote on an arrival, which takes a local step. They are the ranks of the
-            group `voters`, which nothing else may use; None means all processes.
+            group `voters`, which no other thread may use; None means all processes.
         generation: Rises whenever workers have left or joined.
         timed_groups: Groups whose timeout follows the intervals between launches.
         of_workers: The group that was given, which no all-reduce uses. None means all processes.
@@ -288,8 +288,8 @@ class AsyncAllReduce:
         """
         assert self.in_flight, "nothing was launched"
         start, before, began = mark(self.device), self._host_seconds, time.perf_counter()
-        self._read_vote()
         self.drain()  # with gloo the host waits, and no kernel is queued to the stream meanwhile
+        self._read_vote()
         self._host_seconds += time.perf_counter() - began
         in_stream = self._side is not None
         self.exposed = plus(between(start, mark(self.device)), before) if in_stream else self._host_seconds
@@ -334,8 +334,8 @@ class AsyncAllReduce:
         It waits for the all-reduce in flight, and discards it. `in_flight` says whether the tensors hold a result that
         was not waited for.
         """
-        self._read_vote()
         self.drain()
+        self._read_vote()
         self.launched, self.in_flight, self._launched_at = launched, in_flight, time.perf_counter()
 
     def close(self) -> None:
