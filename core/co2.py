@@ -149,7 +149,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             c.compression.check([local_shard(p) for p in params], args.get("group"))
         else:
             built["allreduce"] = functools.partial(built["allreduce"], backend="gloo")
-        votes = inner is not None and c.delay == "auto"
+        votes = c.delay == "auto"
         node = Node(params, buffers, inner, shards, votes=votes, timeout=timeout, device=device, backend=backend)
         node.agree((self.name, asdict(c), shards is not False, shard, offload))
         # the ranks of a node are excluded together

@@ -116,6 +116,7 @@ class Node:
         for t in [*params, *buffers]:
             if len(on := holdings[id(t)][1]) > 1:
                 self._equal.setdefault(on, []).append(local_shard(t).detach())
+        votes = votes and inner is not None
         self.voters = new_group(inner, timeout, torch.device("cpu"), "gloo", overlap=True) if votes else None
         self.groups = [group for group in (self.group, self.voters) if group is not None]
 
