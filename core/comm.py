@@ -158,7 +158,7 @@ class AsyncAllReduce:
         most: Largest number of workers that the group may ever have.
         is_elastic: Whether workers may leave and join.
         votes: Whether the ranks of a worker vote on an arrival, which takes a local step. They are the ranks of the
-            group `voters`, which nothing else may use; None means all processes.
+            group `voters`, which no other thread may use; None means all processes.
         generation: Rises whenever workers have left or joined.
         timed_groups: Groups whose timeout follows the intervals between launches.
         of_workers: The group that was given, which no all-reduce uses. None means all processes.
@@ -302,8 +302,8 @@ class AsyncAllReduce:
         """
         assert self.in_flight, "nothing was launched"
         start, before, began = mark(self.device), self._host_seconds, time.perf_counter()
-        self._read_vote()
         self.drain()  # with gloo the host waits, and no kernel is queued to the stream meanwhile
+        self._read_vote()
         self._host_seconds += time.perf_counter() - began
         in_stream = self._side is not None
         self.exposed = plus(between(start, mark(self.device)), before) if in_stream else self._host_seconds
@@ -348,8 +348,8 @@ class AsyncAllReduce:
         It waits for the all-reduce in flight, and discards it. `in_flight` says whether the tensors hold a result that
         was not waited for.
         """
-        self._read_vote()
         self.drain()
+        self._read_vote()
         self.launched, self.in_flight, self._launched_at = launched, in_flight, time.perf_counter()
 
     def close(self) -> None:
@@ -521,7 +521,8 @@ class Reducer:
         state: Its tensors in checkpoints, by name, such as error-feedback residuals.
     """
 
-    kind, changes = "float32", False
+    kind, changes, owned = "float32", False, False
+    buckets: Sequence[Any]
 
     def __init__(
         self,
@@ -531,7 +532,7 @@ class Reducer:
         *,
         owned: bool = False,
     ):
-        self._buckets, self._owned, self.scale = buckets, owned, 1 / allreduce.world_size
+        self.buckets, self.owned, self.scale = buckets, owned, 1 / allreduce.world_size
         self.state: dict[str, list[Tensor]] = {}
 
     def become(self, kind: str) -> None:
@@ -542,18 +543,18 @@ class Reducer:
 
         The generator keeps no reference to the group, which is None for one worker.
         """
-        if self._owned and group is not None:
-            yield sum_flats([bucket.rest for bucket in self._buckets], group)
-            for bucket in self._buckets:
+        if self.owned and group is not None:
+            yield sum_flats([bucket.rest for bucket in self.buckets], group)
+            for bucket in self.buckets:
                 yield from sum_parts(bucket.flat, group)
             return
-        for i in range(len(self._buckets)):
+        for i in range(len(self.buckets)):
             yield from self.of_bucket(i, group, number, i)
 
     def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:  # noqa: ARG002
         """Yields the stages of bucket `i` alone, after `turn` other buckets of this all-reduce."""
         if group is not None:
-            yield sum_flats(self._buckets[i].sent(), group)
+            yield sum_flats(self.buckets[i].sent(), group)
 
 
 def sum_parts(flat: Tensor, group: dist.ProcessGroup) -> Iterator[Stage]:

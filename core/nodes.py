@@ -15,17 +15,7 @@ from . import outer
 from .buckets import Bucket, copy, is_dtensor, local_shard, views
 from .comm import OtherWork, Stage, gather_parts, run, send_first, set_timeout, sum_flats
 from .errors import UserError
-from .groups import (
-    Holders,
-    Holding,
-    broadcast,
-    compare,
-    holding_of,
-    leave_group,
-    local_world_size,
-    new_group,
-    of_all,
-)
+from .groups import Holders, Holding, broadcast, compare, holding_of, leave_group, local_world_size, new_group, of_all
 
 
 def node_mesh(device_type: str, per_node: int | None = None, timeout: float | None = None) -> DeviceMesh:

@@ -36,18 +36,7 @@ from torch import Tensor
 from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
 
 from . import outer
-from .buckets import (
-    Bucket,
-    BucketShare,
-    copy,
-    elements,
-    has_triton,
-    make_buckets,
-    on_device,
-    pinned,
-    views,
-    wipe,
-)
+from .buckets import Bucket, BucketShare, copy, elements, has_triton, make_buckets, on_device, pinned, views, wipe
 from .comm import BACKGROUND, OtherWork, Reducer, Stage, gather_parts, run, sum_flats
 from .groups import Holding, of_all
 from .hooks import HookedMethod, Judge
@@ -162,12 +151,7 @@ class SharedMethod(HookedMethod):
 
 
 class Slice:
-    """A fragment of a share: slices of the flat tensors of `Share`, one per bucket.
-
-    Args:
-        share: The share.
-        places: The slices, in the shares.
-    """
+    """A fragment of a share: the slices `places` of each of its flat tensors, one per bucket."""
 
     def __init__(self, share: Share, places: Sequence[slice]):
         m, owners = share.method, share.owners

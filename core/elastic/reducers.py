@@ -37,7 +37,7 @@ class ElasticReducer(Reducer):
     """
 
     def __init__(self, buckets: Sequence[Bucket | BucketShare]):
-        self._buckets, self.scale, self.copies = buckets, 1.0, list[Part]()
+        self.buckets, self.scale, self.copies = buckets, 1.0, list[Part]()
         self.state: dict[str, list[Tensor]] = {}
 
     def count(self, rank: int, workers: int, counting: int) -> None:  # noqa: ARG002
@@ -53,13 +53,13 @@ class ElasticReducer(Reducer):
     @property
     def live(self) -> list[Tensor]:
         """This worker's part, and later the sums that count. The payload of a bucket precedes its other values."""
-        return [t for bucket in self._buckets for t in (bucket.payload, bucket.rest)]
+        return [t for bucket in self.buckets for t in (bucket.payload, bucket.rest)]
 
     def begin(self) -> None:
         """Begins an attempt with copies of what this worker sends."""
-        if [len(part.flat) for part in self.copies] != [len(b.payload) + len(b.rest) for b in self._buckets]:
+        if [len(part.flat) for part in self.copies] != [len(b.payload) + len(b.rest) for b in self.buckets]:
             self.copies = []
-            for b in self._buckets:
+            for b in self.buckets:
                 flat, ends = b.flat.new_empty(len(b.payload) + len(b.rest)), len(b.payload) + len(b.values)
                 self.copies.append(Part(flat, b.numel, flat[: b.numel], flat[b.numel : ends], flat[ends:]))
         copy(self._copied, self.live)
@@ -72,7 +72,7 @@ class ElasticReducer(Reducer):
         copy(self.live, self._copied)
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:  # noqa: ARG002
-        for bucket, part in zip(self._buckets, self.copies, strict=True):
+        for bucket, part in zip(self.buckets, self.copies, strict=True):
             if group is not None:
                 flats = [part.flat] if len(bucket.sent()) == 1 else [part.payload, part.flat[part.numel :]]
                 yield sum_flats(flats, group)
@@ -105,8 +105,8 @@ class ElasticQuantized(ElasticReducer):
 
     def count(self, rank: int, workers: int, counting: int) -> None:
         if self.state and (rank, workers) != (self._rank, self._workers):
-            before, self.state = self.state, nothing_held_back(self._buckets, workers)
-            for bucket, own, mean, new, _ in zip(self._buckets, *before.values(), *self.state.values(), strict=True):
+            before, self.state = self.state, nothing_held_back(self.buckets, workers)
+            for bucket, own, mean, new, _ in zip(self.buckets, *before.values(), *self.state.values(), strict=True):
                 part = own[: bucket.numel][self._rank * len(mean) :][: len(mean)]
                 part.add_(mean[: len(part)], alpha=counting)  # the average divides by as many
                 new[: bucket.numel].copy_(own[: bucket.numel])
@@ -115,7 +115,7 @@ class ElasticQuantized(ElasticReducer):
 
     def begin(self) -> None:
         moved, (own, means) = self._moved(), self._residuals()
-        for bucket, residual in zip(self._buckets, own, strict=False):
+        for bucket, residual in zip(self.buckets, own, strict=False):
             bucket.payload.addcmul_(residual[: bucket.numel], moved.to(residual.dtype))
             residual.masked_fill_(moved, 0)
         self._means_before = [mean.clone() for mean in means]
