@@ -228,7 +228,6 @@ def test_choices_of_each_family():
         ({"format": "lgreco", "like": "rank0"}, "such as rank4"),
         ({"format": "lgreco", "like": "rank2.5"}, "compression.like='rank2.5'"),
         ({"format": "lgreco", "like": "rank" + 400 * "9"}, "such as rank4"),
-        ({"format": "lgreco", "like": "int4", "error_feedback": False}, "always feeds back"),
         ({"format": "int4", "like": "int4"}, "compression.like='int4' belongs to compression.format lgreco, not int4"),
         ({"format": "int4", "lgreco": LGrecoConfig(every=3)}, "belongs to compression.format lgreco, not int4"),
     ],
