@@ -27,8 +27,8 @@ from ...comm import BACKGROUND, Reducer, Stage, sum_flats
 from ...errors import UserError, log
 from ...stats import HostCopy
 from ..formats import BLOCK, INTS
-from ..quantized import Quantized, chunk_of
-from .choices import Allocation, Choice, Clock, Decider, Layer, LGrecoConfig, curve, fill, low_rank, moved, top_k
+from ..quantized import Quantized, chunk_of, moved
+from .choices import Allocation, Choice, Clock, Decider, Layer, LGrecoConfig, curve, fill, low_rank, top_k
 
 
 class Layout:
@@ -71,7 +71,7 @@ class Layout:
         self.values, self.held = (
             {i: flat[starts[i] : starts[i] + layers[i].numel] for i in mine} for flat in (staging, errors)
         )
-        self._payload = in_bucket(self.bucket.payload, layers, mine)
+        self._payload = [self.bucket.payload[z.start : z.start + z.numel] for z in layers if z.bucket == number]
         self.values_sent = len(self.bucket.values)
         plain = staging[begin : end + self.values_sent]  # uncompressed layers, and the buffers
         self._buffers = plain[end - begin :]
@@ -113,14 +113,9 @@ def layers_of(buckets: Sequence[Bucket | BucketShare]) -> list[Layer]:
         for p in bucket.params:
             if n := p.numel():
                 rows = p.shape[0] if p.dim() > 1 else n
-                layers.append(Layer(number, start, n, rows, n // rows, bucket.flat.element_size(), tuple(p.shape)))
+                layers.append(Layer(number, start, n, rows, n // rows, bucket.flat.element_size()))
             start += n
     return layers
-
-
-def in_bucket(flat: Tensor, layers: Sequence[Layer], order: Sequence[int]) -> list[Tensor]:
-    """Returns the layers' elements in a bucket's payload, 1-d."""
-    return [flat[layers[i].start : layers[i].start + layers[i].numel] for i in order]
 
 
 NOT_FINITE, NOBODY = -1.0, -2.0  # replace a layer's curve
@@ -165,7 +160,7 @@ class LGreco(Reducer):
         self.decider = decider = Decider(self.layers, like, config, world_size)
         self.chosen: Sequence[Choice] = decider.uniform
         self.allocation: Allocation | None = None  # the last decision
-        self.flats, many = (flats := [b.flat for b in buckets]), len(self.layers)
+        flats, many = [b.flat for b in buckets], len(self.layers)
         slack = len(INTS) * world_size * BLOCK  # each int format is padded to whole blocks a worker
         self.staging = [b.flat.new_zeros(b.numel + slack + len(b.values)) for b in buckets]
         self.errors = [b.flat.new_zeros(b.numel + slack) for b in buckets]
@@ -199,7 +194,11 @@ class LGreco(Reducer):
                 self._follow()
         layout = self._layouts[i]
         layout.gather()
-        self._sum_up(number, moved(self.scalars), i)
+        if not self.decider.fixed and self.clock.counts(number):
+            self._summands += i == 0
+            own = moved(self.scalars)
+            for layer, values in layout.values.items():
+                self._sums[layer].add_(torch.where(own, values + layout.held[layer], 0.0))
         parts = [stages(group) for stages in layout.senders]
         # The steps of these reductions run together: the first step of each, then the second of each, in this order.
         while stages := [stage for part in parts if (stage := next(part, None)) is not None]:
@@ -212,15 +211,6 @@ class LGreco(Reducer):
             self._receive(asked, number)
 
     # -- the allocation -------------------------------------------------------------------------------------
-
-    def _sum_up(self, number: int, own: Tensor, bucket: int = 0) -> None:
-        """Adds what this worker has to send in a bucket, if it has moved (`own`, 0-d bool)."""
-        if self.decider.fixed or not self.clock.counts(number):
-            return
-        self._summands += bucket == 0
-        layout = self._layouts[bucket]
-        for i, values in layout.values.items():
-            self._sums[i].add_(torch.where(own, values + layout.held[i], 0.0))
 
     def _ask(self, number: int) -> Tensor:
         """Returns this worker's errors, float64 [layers, choices], and resets the sum."""
