@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..buckets import copy, copy_where, rescale, tensors_of, views
 from ..co2 import CO2
-from ..config import LARGE, CO2Config, CommonArgs, CompressionConfig, build_args_of_other, is_number, of_kind
-from ..errors import UserError
+from ..config import LARGE, CO2Config, CommonArgs, CompressionConfig, build_args_of_other, of_kind
+from ..errors import is_number, require
 from ..local_update import LocalUpdateMethod
 from ..outer import carried
 
@@ -93,10 +93,10 @@ class SlowMoConfig:
     """beta: how much of the outer momentum survives a round."""
 
     def __post_init__(self) -> None:
-        if not (is_number(self.outer_lr) and 0 < self.outer_lr < LARGE):
-            raise UserError(f"slowmo.outer_lr={self.outer_lr}: give a finite number above 0, as 1.0 is usual")
-        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
-            raise UserError(f"slowmo outer_momentum={self.outer_momentum}: give a number in [0, 1)")
+        alpha, beta = self.outer_lr, self.outer_momentum
+        above_0 = "give a finite number above 0, as 1.0 is usual"
+        require(self, is_number(alpha) and 0 < alpha < LARGE, "outer_lr", above_0)
+        require(self, is_number(beta) and 0 <= beta < 1, "outer_momentum", "give a number in [0, 1)")
 
 
 class SlowMo(Blocking):
@@ -187,10 +187,9 @@ class OverlapLocalConfig:
     """mu: momentum of the anchor."""
 
     def __post_init__(self) -> None:
-        if not (is_number(self.pull) and 0 < self.pull <= 1):
-            raise UserError(f"overlap_local pull={self.pull}: give a number in (0, 1]")
-        if not (is_number(self.anchor_momentum) and 0 <= self.anchor_momentum < 1):
-            raise UserError(f"overlap_local anchor_momentum={self.anchor_momentum}: give a number in [0, 1)")
+        a, mu = self.pull, self.anchor_momentum
+        require(self, is_number(a) and 0 < a <= 1, "pull", "give a number in (0, 1]")
+        require(self, is_number(mu) and 0 <= mu < 1, "anchor_momentum", "give a number in [0, 1)")
 
 
 class OverlapLocalSGD(LocalUpdateMethod):
@@ -265,11 +264,8 @@ class OverlapLocalSGD(LocalUpdateMethod):
             yield equal
             return
         if not self.allreduce.arrived():
-            with (
-                self.clock.early_merge(self.tau),
-                self.allreduce.counted(),
-            ):  # the average is merged at the end of the round
-                self.allreduce.drain()
+            with self.clock.early_merge(self.tau), self.allreduce.counted():
+                self.allreduce.drain()  # the average is merged at the end of the round
         scale = 1 / self.scalars["weight"].double()  # NaN or infinite if no worker counts
         tensors = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in tensors]

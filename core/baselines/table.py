@@ -99,28 +99,6 @@ class MethodSpec:
         """Whether it takes local steps."""
         return self.kind in ("hidden", "blocking")
 
-    def refuse(self, given: MethodArgs) -> None:
-        """Raises UserError for settings that the method does not have, or that exclude each other.
-
-        Comparisons may share CO2's settings of the outer step, but not its other settings.
-        """
-        c, remedy, default = given.co2, "leave it out", CO2Config()
-        unread = {key: getattr(given, key) for key in ("shard", "offload", "schedule") if key not in self.takes}
-        found = {key: value for key, value in unread.items() if value}
-        if not self.reads_co2 and not found:
-            if "compression" in self.takes:
-                c.compression.check_given()
-            elif c.compression.format != "float32":
-                found["compression.format"] = c.compression.format
-                remedy = "set ddp_compression" if self.name == "ddp" else remedy
-            found |= {k: value for k in OF_OUTER_STEP if (value := getattr(c, k)) != getattr(default, k)}
-        for key, value in found.items():
-            what = key if callable(value) else f"{key}={value!r}"
-            raise UserError(f"{what} is CO2's own, method {self.name!r} does not have it: {remedy}")
-        if self.kind == "blocking" and c.tau == "auto":
-            raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
-        self.check(given)
-
 
 def _co2(given: MethodArgs) -> tuple[nn.Module, Any]:
     """Makes CO2."""
@@ -140,14 +118,6 @@ def _ddp(given: MethodArgs) -> tuple[nn.Module, Any]:
     options: dict[str, Any] = {**given.args, "mesh": given.mesh}
     made = DDP(given.model, average_buffers=bool(options.pop("buffers")), compression=given.own, **options)
     return made.model, made
-
-
-def _check_ddp(given: MethodArgs) -> None:
-    """Checks DDP's compression."""
-    if given.own.format == "auto":
-        raise UserError(
-            "ddp_compression.format='auto' is chosen together with tau, which ddp does not have: give a format"
-        )
 
 
 def _with_rounds(make: Callable[..., Any], given: MethodArgs, **more: Any) -> tuple[nn.Module, Any]:
@@ -180,7 +150,7 @@ def register(spec: MethodSpec) -> None:
 
 
 register(MethodSpec("co2", _co2, "hidden", check=_check_co2, reads_co2=True, takes=OF_CO2))
-register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, check=_check_ddp))
+register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, check=lambda given: given.own.check_given()))
 register(MethodSpec("diloco", partial(_with_rounds, DiLoCo), "blocking", OF_DILOCO, takes=COMPRESSION))
 register(MethodSpec("local", partial(_with_rounds, LocalSGD), "blocking", takes=COMPRESSION))
 register(MethodSpec("overlap_local", _overlap_local, "hidden", OF_OVERLAP, takes=COMPRESSION))
@@ -265,8 +235,9 @@ def check_settings(
     """Returns the method's own settings, or None if it has none. For the arguments, see make_method.
 
     UserError for settings that the method does not have, so that none is silently unused, or that exclude each other.
+    Comparisons may share CO2's settings of the outer step, but not its other settings.
     """
-    spec = spec_of(name)
+    spec, remedy, default_co2 = spec_of(name), "leave it out", CO2Config()
     own = spec.settings.config() if spec.settings else None
     owners = {other.settings.key: other for other in REGISTRY.values() if other.settings}
     for key, value in settings.items():
@@ -281,7 +252,21 @@ def check_settings(
             raise UserError(
                 f"{key}.{option}={given!r} is method {owner.name}'s own, method {name!r} does not have it: leave it out"
             )
-    spec.refuse(MethodArgs(co2, own, shard=shard, offload=offload, schedule=schedule))
+    unread = {"shard": shard, "offload": offload, "schedule": schedule}
+    found = {key: value for key, value in unread.items() if value and key not in spec.takes}
+    if not spec.reads_co2 and not found:
+        if "compression" in spec.takes:
+            co2.compression.check_given()
+        elif co2.compression.format != "float32":
+            found["compression.format"] = co2.compression.format
+            remedy = "set ddp_compression" if name == "ddp" else remedy
+        found |= {k: value for k in OF_OUTER_STEP if (value := getattr(co2, k)) != getattr(default_co2, k)}
+    for key, value in found.items():
+        what = key if callable(value) else f"{key}={value!r}"
+        raise UserError(f"{what} is CO2's own, method {name!r} does not have it: {remedy}")
+    if spec.kind == "blocking" and co2.tau == "auto":
+        raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
+    spec.check(MethodArgs(co2, own, shard=shard, offload=offload, schedule=schedule))
     return own
 
 
