@@ -91,7 +91,7 @@ class ElasticQuantized(ElasticReducer):
     Args:
         buckets: As for ElasticReducer.
         scalars: The scalars that are summed with them.
-        compression: The format.
+        compression: The format, and whether to keep residuals.
     """
 
     def __init__(self, buckets: Sequence[Bucket | BucketShare], scalars: Scalars, compression: CompressionConfig):
@@ -103,7 +103,7 @@ class ElasticQuantized(ElasticReducer):
         self._means_before: list[Tensor] = []
 
     def count(self, rank: int, workers: int, counting: int) -> None:
-        if (rank, workers) != (self._rank, self._workers):
+        if self.state and (rank, workers) != (self._rank, self._workers):
             before, self.state = self.state, nothing_held_back(self._of, workers)
             for bucket, own, mean, new, _ in zip(self._of, *before.values(), *self.state.values(), strict=True):
                 part = own[: bucket.numel][self._rank * len(mean) :][: len(mean)]
@@ -120,7 +120,9 @@ class ElasticQuantized(ElasticReducer):
         self._means_before = [mean.clone() for mean in means]
         super().begin()
         (scalars := Scalars(OWN_SCALARS)).attach(self.copies[0].scalars[: len(OWN_SCALARS)])
-        self.attempt = Quantized(self.copies, scalars, self._rank, self._workers, self._format, (own, means))
+        memory = (own, means) if own else None
+        workers = self._rank, self._workers
+        self.attempt = Quantized(self.copies, scalars, *workers, self._format, memory)
 
     def undo(self) -> None:
         moved, (own, means) = self._moved(), self._residuals()
@@ -132,8 +134,8 @@ class ElasticQuantized(ElasticReducer):
         yield from self.attempt.stages(group, number)
 
     def _residuals(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This worker's own residuals, and its residuals of averages, one per bucket."""
-        own, means = self.state.values()
+        """This worker's own residuals, and its residuals of averages, one per bucket. No tensors without feedback."""
+        own, means = self.state.values() or ([], [])
         return own, means
 
     def _moved(self) -> Tensor:
