@@ -420,6 +420,11 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
     fails for a named tuple or an array. Here only the device is torch's choice. state_dict() must return the tensors
     that the optimizer uses, as torch's does.
     """
+
+    def moved(value: Any, to: torch.device) -> Any:
+        is_leaf = lambda v: isinstance(v, torch.Size)  # noqa: E731
+        return tree_map_only(Tensor, lambda t: t.to(to, copy=True), value, is_leaf=is_leaf)
+
     params = _params(optimizer)
     saved = {key: held for key, held in state["state"].items() if isinstance(key, int) and isinstance(held, dict)}
     walked = {number: {key: v for key, v in held.items() if _is_walked(v)} for number, held in saved.items()}
@@ -427,16 +432,10 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
     live = optimizer.state_dict()["state"]
     for number, held in saved.items():
         for key, value in held.items():
-            now, device = live[number].get(key), params[number].device
-            if isinstance(value, Tensor):
-                device = now.device if isinstance(now, Tensor) else device
-                changed = not isinstance(now, Tensor) or now.dtype != value.dtype
-            else:
-                changed = isinstance(value, Iterable)
-            if changed:
-                live[number][key] = tree_map_only(
-                    Tensor, lambda t, to=device: t.to(to, copy=True), value, is_leaf=lambda v: isinstance(v, torch.Size)
-                )
+            if isinstance(value, Iterable):  # a tensor is one
+                now = live[number].get(key)
+                of = now if isinstance(now, Tensor) and isinstance(value, Tensor) else params[number]
+                live[number][key] = moved(value, of.device)
 
 
 def _is_walked(value: Any) -> bool:

@@ -172,14 +172,9 @@ def register(group: dist.ProcessGroup | None = None) -> None:
     _peers.register(group)
 
 
-def find_failed(members: Sequence[int] = ()) -> list[int]:
-    """See Peers.find_failed. An empty list before register()."""
-    return _peers.find_failed(members) if _peers is not None else []
-
-
 def describe_failed(members: Sequence[int] = ()) -> str:
     """Describes for a message which ranks have failed. members: see Peers.find_failed."""
-    ranks = find_failed(members)
+    ranks = _peers.find_failed(members) if _peers is not None else []
     return f"no answer from rank {', '.join(map(str, ranks))}" if ranks else UNKNOWN
 
 

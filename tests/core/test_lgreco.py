@@ -16,7 +16,6 @@ from core.compression.lgreco.choices import (
     LGrecoConfig,
     curve,
     family,
-    may_take,
     padded_bytes,
     parse,
     sent_bytes,
@@ -215,9 +214,9 @@ def test_choices_of_each_family():
     reducer = built("rank4", LGrecoConfig()).reducer
     small = reducer.layers[3]
     assert str(uniform(small, parse("rank4"))) == "as it is", "a vector has no rank"
-    choices, matrix = reducer.decider.choices, reducer.layers[0]
-    assert may_take(small, choices, parse("rank4")) == [str(c) == "as it is" for c in choices]
-    assert not may_take(matrix, choices, parse("rank4"))[0], "nor is a matrix sent as it is"
+    choices, offered = reducer.decider.choices, reducer.decider.offered.tolist()
+    assert offered[3] == [str(c) == "as it is" for c in choices]
+    assert not offered[0][0] and any(offered[0]), "nor is a matrix sent as it is"
 
 
 @pytest.mark.parametrize(

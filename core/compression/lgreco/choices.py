@@ -181,13 +181,6 @@ def family(like: Choice, most: float = math.inf) -> list[Choice]:
     return list(dict.fromkeys([RAW, like, *found]))
 
 
-def may_take(layer: Layer, choices: Sequence[Choice], like: Choice) -> list[bool]:
-    """Returns whether the layer may use each of the choices. A layer that is sent uncompressed stays uncompressed."""
-    if uniform(layer, like) == RAW:
-        return [c == RAW for c in choices]
-    return [layer.offers(c) and c != RAW for c in choices]
-
-
 ROUNDING = 16  # times epsilon times a column's norm: a remainder below this is rounding error
 
 
@@ -401,7 +394,10 @@ class Decider:
             raise UserError(f"compression.like={like!r} would save nothing in any parameter of this model: give less")
         most = max(min(layer.rows, layer.columns) for layer in layers)
         self.choices = family(wanted, most)
-        self.offered = torch.tensor([may_take(layer, self.choices, wanted) for layer in layers], device="cpu")
+        # a layer that the uniform setting sends uncompressed stays uncompressed
+        own = zip(layers, self.uniform, strict=True)
+        offered = [[c == u if RAW in (c, u) else layer.offers(c) for c in self.choices] for layer, u in own]
+        self.offered = torch.tensor(offered, device="cpu")
         sizes = [[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]
         self.sizes = torch.tensor(sizes, device="cpu").double()
 
