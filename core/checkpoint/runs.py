@@ -93,12 +93,11 @@ class Saver:
         self._thread.start()
 
     def write(self, step: int, state: dict[str, Any], spared: Collection[str] = ()) -> bool:
-        """Does start() and wait() in the calling thread.
+        """Does start() and wait() in the calling thread, if no other write runs.
 
         `spared` names tensors of the model that need not be finite.
         """
-        self._run(step, state, time.monotonic(), spared)
-        return self.wait()
+        return self._write(step, state, time.monotonic(), spared)
 
     def wait(self) -> bool:
         """Waits for the write, on every worker. Returns False if some worker's model was not finite.
@@ -161,7 +160,7 @@ class Saver:
             def complete() -> None:
                 seconds = round(time.monotonic() - begun, 1)  # slurm/launch.sh reads it
                 files = {f"rank{rank}.pt": entry for rank, (entry,) in enumerate(written)}
-                publish(fresh, target, {"seconds": seconds, "files": files}, files, self.attempt)
+                publish(fresh, target, {"seconds": seconds, "files": files}, self.attempt)
 
             failure = failure or self._try(target, complete)
             # before other workers may write the next checkpoint
@@ -325,10 +324,10 @@ def check_later(target: Path, attempt: str) -> None:
         )
 
 
-def publish(fresh: Path, target: Path, manifest: dict[str, Any], files: Iterable[str], attempt: str) -> None:
-    """Adds the manifest to a folder in which all workers have written `files`, and renames it to `target`."""
+def publish(fresh: Path, target: Path, manifest: dict[str, Any], attempt: str) -> None:
+    """Adds the manifest to a folder in which all workers have written their files, and renames it to `target`."""
     check_later(target, attempt)
-    if missing := [name for name in files if not (fresh / name).exists()]:
+    if missing := [name for name in manifest["files"] if not (fresh / name).exists()]:
         raise OSError(f"another worker's {missing[0]} is missing: the folder must be one that all nodes share")
     stored.write_flushed(fresh / MANIFEST, json.dumps({"attempt": attempt} | manifest, indent=1).encode())
     check_later(target, attempt)  # again, because this process may have been stopped in between

@@ -64,32 +64,29 @@ class SegmentCodec:
             error: e, [workers x chunk].
             moved: Whether this worker has moved, 0-d bool on the device.
         """
-        chunk = _chunk(rows, compression)
-        few = max(1, self._segment // max(1, chunk))  # small chunks together: their kernels cost more than their bytes
-        for j, to in enumerate(rows.split(few)):
-            where = slice(j * few * chunk, j * few * chunk + len(to) * chunk)
-            piece = payload[where]
-            values = pad(piece, (0, len(to) * chunk - len(piece)))
-            self._encode(values, to, compression, error[where], moved)
+        for where, part in self._segments(rows, compression):
+            piece, held = payload[where], error[where]
+            d = pad(piece, (0, len(held) - len(piece)))
+            held.add_(d)
+            part.copy_(compressions.encode(torch.where(moved, held, d), compression, lost=held).view(part.shape))
 
     def average(self, rows: Tensor, out: Tensor, compression: NarrowFormat, error: Tensor, moved: Tensor) -> None:
         """Sums the rows, all of one chunk, in their order and in the error's dtype.
 
         It encodes the average to out, uint8 [bytes].
         """
-        chunk = _chunk(rows, compression)
         mean = torch.zeros_like(error)
-        for start, values in self._decoded(rows, compression, error.dtype):
-            at = start % max(1, chunk)
-            for row in values:
+        for where, part in self._segments(rows, compression):
+            at = where.start % max(1, len(mean))
+            for row in compressions.decode(part.flatten(), compression, mean.dtype).view(len(part), -1):
                 mean[at : at + len(row)].add_(row)
-        self._encode(mean.div_(mean.new_full((), len(rows))), out[None], compression, error, moved)
+        self.encode(mean.div_(mean.new_full((), len(rows))), out[None], compression, error, moved)
 
     def decode(self, rows: Tensor, compression: NarrowFormat, payload: Tensor) -> None:
         """Decodes rows to payload, [numel]. Elements beyond it are padding."""
-        for start, decoded in self._decoded(rows, compression, payload.dtype):
-            target = payload[start : start + decoded.numel()]
-            target.copy_(decoded.view(-1)[: len(target)])
+        for where, part in self._segments(rows, compression):
+            target = payload[where]
+            target.copy_(compressions.decode(part.flatten(), compression, payload.dtype)[: len(target)])
 
     def mean(self, rows: Tensor) -> Tensor:
         """Returns the average of [workers, elements], summed in the rows' order."""
@@ -98,31 +95,17 @@ class SegmentCodec:
             total.add_(row)
         return total.div_(total.new_full((), len(rows)))
 
-    def _encode(self, values: Tensor, payload: Tensor, compression: NarrowFormat, error: Tensor, moved: Tensor) -> None:
-        """Fills payload, [rows, bytes], as `encode` does."""
-        step = self._segment
-        # If there are several parts, they belong to one row.
-        for i, part in enumerate(payload.split(compressions.nbytes(compression, step), dim=1)):
-            where = slice(i * step, (i + 1) * step)
-            send = values[where]
-            kept = error[where].add_(send)
-            part.copy_(compressions.encode(torch.where(moved, kept, send), compression, lost=kept).view(part.shape))
+    def _segments(self, rows: Tensor, compression: NarrowFormat) -> Iterator[tuple[slice, Tensor]]:
+        """Yields a segment's place among the elements of all rows, and its bytes, uint8 [some rows, some bytes].
 
-    def _decoded(self, rows: Tensor, compression: NarrowFormat, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Yields the first element's place, and values [some rows, elements], from rows [workers, bytes]."""
-        chunk, step = _chunk(rows, compression), self._segment
-        few = max(1, step // max(1, chunk))
-        for j, some in enumerate(rows.split(few)):
-            for i, part in enumerate(some.split(compressions.nbytes(compression, step), dim=1)):
-                yield (
-                    j * few * chunk + i * step,
-                    compressions.decode(part.flatten(), compression, dtype).view(len(part), -1),
-                )
-
-
-def _chunk(rows: Tensor, compression: NarrowFormat) -> int:
-    """Returns the number of elements in each row."""
-    return rows.shape[1] // BLOCK_BYTES[compression] * BLOCK
+        Small rows go together, because their kernels cost more than their bytes. Several segments belong to one row.
+        """
+        blocks, step, start = rows.shape[1] // BLOCK_BYTES[compression], self._segment, 0
+        for some in rows.split(max(1, step // max(1, blocks * BLOCK))):
+            for part in some.split(compressions.nbytes(compression, step), dim=1):
+                end = start + part.numel() // BLOCK_BYTES[compression] * BLOCK
+                yield slice(start, end), part
+                start = end
 
 
 def moved(scalars: Scalars) -> Tensor:
