@@ -412,8 +412,14 @@ class Decider:
         errors = torch.where(self.offered, curves, float("inf"))
         known = torch.where(self.offered, curves, 0.0).isfinite().all(1)
         new, rows = list(now), known.nonzero().flatten().tolist()
-        for i, choice in zip(rows, self.pick(errors, rows) if rows else (), strict=True):
-            new[i] = self.choices[choice]
+        if rows:
+            layers, like = [self.layers[i] for i in rows], [self.uniform[i] for i in rows]
+            picked = allocate(errors[rows], self.sizes[rows], [self.choices.index(choice) for choice in like])
+            chosen = [self.choices[c] for c in picked]
+            if padded_bytes(layers, like, self.world_size) < padded_bytes(layers, chosen, self.world_size):
+                chosen = like  # int formats of few elements may cost more padding than they save
+            for i, choice in zip(rows, chosen, strict=True):
+                new[i] = choice
         sizes = [padded_bytes(self.layers, choices, self.world_size) for choices in (new, self.uniform)]
         reason = (
             f"{sizes[0] / 1e6:.3g} MB a reduction, uniform {self.name} {sizes[1] / 1e6:.3g} MB; "
@@ -422,20 +428,6 @@ class Decider:
         if unknown := [str(i) for i, ok in enumerate(known.tolist()) if not ok]:
             reason += f"; layers {', '.join(unknown)} are not finite and keep what they have"
         return Allocation(number, reason, new, *sizes)
-
-    def pick(self, errors: Tensor, known: list[int]) -> list[int]:
-        """Returns the index of the choice for each of the `known` layers.
-
-        Args:
-            errors: float64 [layers, choices], infinite for a choice that is not offered.
-            known: The layers whose errors are finite.
-        """
-        layers, like = [self.layers[i] for i in known], [self.choices.index(self.uniform[i]) for i in known]
-        picked = allocate(errors[known], self.sizes[known], like)
-        least, most = (
-            padded_bytes(layers, [self.choices[c] for c in found], self.world_size) for found in (picked, like)
-        )
-        return like if most < least else picked  # int formats of few elements may cost more padding than they save
 
 
 class Clock:
