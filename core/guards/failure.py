@@ -89,15 +89,13 @@ class Peers:
             if any(state == "gone" and rank not in self._failed_peers for rank, state in answers.items()):
                 break
             time.sleep(0.05)
-        by_state = {
-            state: [rank for rank in sorted(states) if states[rank] == state and rank not in self._failed_peers]
+        gone, silent, running = (
+            [rank for rank in sorted(states) if states[rank] == state and rank not in self._failed_peers]
             for state in ("gone", "silent", "running")
-        }
-        on_other_machines = [states[rank] for rank in states if self.known[rank].host != self.address.host]
-        unreachable = on_other_machines and set(on_other_machines) == {"silent"}
-        silent = [] if unreachable else by_state["silent"]
-        hanging = [] if by_state["silent"] else [rank for rank in by_state["running"] if rank in members]
-        self._found = by_state["gone"] or silent or hanging
+        )
+        on_other_machines = {states[rank] for rank in states if self.known[rank].host != self.address.host}
+        hanging = [] if silent else [rank for rank in running if rank in members]
+        self._found = gone or ([] if on_other_machines == {"silent"} else silent) or hanging
         return self._found
 
     def ask(self, ranks: Iterable[int], say: str) -> dict[int, str]:
