@@ -420,9 +420,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
     that the optimizer uses, as torch's does.
     """
 
-    def moved(value: Any, to: torch.device) -> Any:
-        is_leaf = lambda v: isinstance(v, torch.Size)  # noqa: E731
-        return tree_map_only(Tensor, lambda t: t.to(to, copy=True), value, is_leaf=is_leaf)
+    def copied(value: Any, to: torch.device) -> Any:
+        return tree_map_only(Tensor, lambda t: t.to(to, copy=True), value, is_leaf=lambda v: isinstance(v, torch.Size))
 
     params = _params(optimizer)
     saved = {key: held for key, held in state["state"].items() if isinstance(key, int) and isinstance(held, dict)}
@@ -434,7 +433,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
             if isinstance(value, Iterable):  # a tensor is one
                 now = live[number].get(key)
                 of = now if isinstance(now, Tensor) and isinstance(value, Tensor) else params[number]
-                live[number][key] = moved(value, of.device)
+                live[number][key] = copied(value, of.device)
 
 
 def _is_walked(value: Any) -> bool:
