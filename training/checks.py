@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from core.baselines.ddp import check_compression
-from core.baselines.table import check_apart
 from core.config import check_share
 from core.errors import UserError
 from core.groups import local_world_size
@@ -239,7 +238,6 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
     if recipe.method == "co2" and (node > 1 or layout):  # a rank holds a share of the outer state
         held = layout is not None and layout.is_cut
         check_share(recipe.co2, shard=recipe.shard, split=recipe.zero >= 2, held=held)
-    check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
         check_compression(recipe.ddp_compression, sharded=recipe.zero >= 2)
     return share

@@ -7,7 +7,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -15,9 +15,18 @@ from torch import Tensor
 from ..buckets import copy, copy_where, rescale, tensors_of, views
 from ..co2 import CO2
 from ..config import LARGE, CO2Config, CommonArgs, CompressionConfig, build_args_of_other, of_kind
-from ..errors import is_number, require
+from ..errors import UserError, is_number, require
 from ..local_update import LocalUpdateMethod
 from ..outer import carried
+
+TAU_AUTO = "tau='auto' is CO2's own choice, from measured times: give another method a number of local steps"
+
+
+def shared_settings(tau: int, compression: CompressionConfig | None, **more: Any) -> CO2Config:
+    """Returns the settings that a method shares with CO2. UserError for tau auto, which is CO2's own choice."""
+    if tau == "auto":
+        raise UserError(TAU_AUTO)
+    return CO2Config(tau=tau, compression=compression or CompressionConfig(), **more)
 
 
 class Blocking(LocalUpdateMethod):
@@ -43,7 +52,7 @@ class Blocking(LocalUpdateMethod):
         compression: CompressionConfig | None = None,
         **args: Unpack[CommonArgs],
     ):
-        shared = CO2Config(tau=tau, compression=compression or CompressionConfig())
+        shared = shared_settings(tau, compression)
         super().__init__(
             given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args, overlap=False)
         )
@@ -171,8 +180,7 @@ class DiLoCo(CO2):
     ):
         own = of_kind(config, DiLoCoConfig, "config")
         step: dict[str, Any] = {"outer_lr": own.outer_lr, "outer_momentum": own.outer_momentum, "nesterov": True}
-        blocking: dict[str, Any] = {"delay": 0, "gap": "none", "clip": None}
-        c = CO2Config(tau=tau, compression=compression or CompressionConfig(), **step, **blocking)
+        c = shared_settings(tau, compression, delay=0, gap="none", clip=None, **step)
         # with delay 0 an average has no gap, and nothing is hidden
         super().__init__(params, c, **args)
 
@@ -202,9 +210,8 @@ class OverlapLocalSGD(LocalUpdateMethod):
 
     Args:
         params: See LocalUpdateMethod.
-        tau: Local steps per round, or auto.
+        tau: Local steps per round.
         config: The method's settings.
-        tau_max: With tau auto, the most local steps per round.
         compression: How the average is compressed for the network.
         **args: See CommonArgs.
     """
@@ -214,15 +221,14 @@ class OverlapLocalSGD(LocalUpdateMethod):
     def __init__(
         self,
         params: Iterable[Tensor],
-        tau: int | Literal["auto"],
+        tau: int,
         config: OverlapLocalConfig | None = None,
         *,
-        tau_max: int = 192,
         compression: CompressionConfig | None = None,
         **args: Unpack[CommonArgs],
     ):
         self.config = of_kind(config, OverlapLocalConfig, "config")
-        shared = CO2Config(tau=tau, tau_max=tau_max, compression=compression or CompressionConfig())
+        shared = shared_settings(tau, compression)
         super().__init__(given := tensors_of(params, "parameters"), **build_args_of_other(given, shared, args))
         self._z = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
         self._v = self.state.new("anchor_momentum")

@@ -30,7 +30,7 @@ from ..hooks import Hook
 from ..local_update import LocalUpdateMethod
 from ..testing.link import Link
 from .ddp import DDP
-from .local import DiLoCo, DiLoCoConfig, LocalSGD, OverlapLocalConfig, OverlapLocalSGD, SlowMo, SlowMoConfig
+from .local import TAU_AUTO, DiLoCo, DiLoCoConfig, LocalSGD, OverlapLocalConfig, OverlapLocalSGD, SlowMo, SlowMoConfig
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class MethodSpec:
             step is a round, optimizer if the method replaces the optimizer.
         settings: Its own settings, if it has any.
         check: Raises UserError for settings that exclude each other.
-        reads_co2: Whether it uses all of CO2Config, not only tau and tau_max.
+        reads_co2: Whether it uses all of CO2Config, not only tau.
         takes: The subset of shard, offload, schedule, elastic and compression that it supports.
     """
 
@@ -126,11 +126,6 @@ def _with_rounds(make: Callable[..., Any], given: MethodArgs, **more: Any) -> tu
     return given.model, make(given.params, given.co2.tau, *([given.own] if given.own else []), **more)
 
 
-def _overlap_local(given: MethodArgs) -> tuple[nn.Module, Any]:
-    """Makes OverlapLocalSGD."""
-    return _with_rounds(OverlapLocalSGD, given, tau_max=given.co2.tau_max)
-
-
 def _slowmo(given: MethodArgs) -> tuple[nn.Module, Any]:
     """Makes SlowMo."""
     return _with_rounds(SlowMo, given, lr=given.lr)
@@ -153,7 +148,7 @@ register(MethodSpec("co2", _co2, "hidden", check=_check_co2, reads_co2=True, tak
 register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, check=lambda given: given.own.check_given()))
 register(MethodSpec("diloco", partial(_with_rounds, DiLoCo), "blocking", OF_DILOCO, takes=COMPRESSION))
 register(MethodSpec("local", partial(_with_rounds, LocalSGD), "blocking", takes=COMPRESSION))
-register(MethodSpec("overlap_local", _overlap_local, "hidden", OF_OVERLAP, takes=COMPRESSION))
+register(MethodSpec("overlap_local", partial(_with_rounds, OverlapLocalSGD), "hidden", OF_OVERLAP, takes=COMPRESSION))
 register(MethodSpec("slowmo", _slowmo, "blocking", OF_SLOWMO, takes=COMPRESSION))
 METHODS = tuple(REGISTRY)
 Method = LocalUpdateMethod | DDP
@@ -218,7 +213,6 @@ def make_method(
             # averages a node's gradients in every step
             model = DistributedDataParallel(model, process_group=mesh.get_group(1))
         if "shard" not in spec.takes:
-            check_apart(name, co2, mesh.size(1))
             options["group"] = mesh.get_group(0)  # the method averages across nodes only
     return spec.make(MethodArgs(co2, own, model, options, shard, offload, schedule, lr, mesh))
 
@@ -264,20 +258,10 @@ def check_settings(
     for key, value in found.items():
         what = key if callable(value) else f"{key}={value!r}"
         raise UserError(f"{what} is CO2's own, method {name!r} does not have it: {remedy}")
-    if spec.kind == "blocking" and co2.tau == "auto":
-        raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
+    if spec.local and not spec.reads_co2 and co2.tau == "auto":
+        raise UserError(TAU_AUTO)
     spec.check(MethodArgs(co2, own, shard=shard, offload=offload, schedule=schedule))
     return own
-
-
-def check_apart(name: str, co2: CO2Config, per_node: int) -> None:
-    """Raises UserError for choices from measured times if a node's ranks would make them in different groups."""
-    spec = spec_of(name)
-    if per_node > 1 and spec.local and "shard" not in spec.takes and "auto" in (co2.tau, co2.compression.format):
-        raise UserError(
-            f"tau={co2.tau!r}, compression.format={co2.compression.format!r} with method {name!r} and {per_node} "
-            "workers a node: they would make different choices; give a number and a format"
-        )
 
 
 def spec_of(name: str) -> MethodSpec:
