@@ -247,7 +247,7 @@ class Quantized(Reducer):
         return message
 
     def _average(self, received: Tensor) -> Tensor:
-        """Returns the averages that this worker sends, uint8 [bytes], from what it got, uint8 [workers, bytes].
+        """Returns the averages that this worker sends, uint8 [bytes], from the messages to it, uint8 [workers, bytes].
 
         It also averages the scalars in rank order. Every worker does so for itself, and all must agree.
         """

@@ -163,7 +163,7 @@ def test_low_rank_lands_nearly_alike_on_unlike_processors(rank: int):
 
 def test_costs_by_hand():
     """A matrix 40 x 30, float32, four workers: 1.5 messages of what is reduced, three of what is gathered."""
-    layer = Layer(0, 0, 1200, 40, 30, 4)
+    layer = Layer(0, 1200, 40, 30, 4)
     costs = {"int4": 1200 * 132 / 256 * 1.5, "int2": 1200 * 68 / 256 * 1.5}
     for name, bytes in (costs | {"rank4": 4 * 70 * 4 * 1.5, "top0.01": 12 * 8 * 3}).items():
         assert sent_bytes(layer, parse(name), 4) == pytest.approx(bytes)
@@ -177,7 +177,7 @@ def test_padding_counts_and_never_costs_more_than_the_uniform_setting():
     large, hard, zeros = {2: 9.0, 4: 1.0, 8: 1.0}, {2: 9.0, 4: 9.0, 8: 2.0}, {}
 
     def decided(like: str, sizes: list[int], errors: list[dict[int, float]]) -> Any:
-        decider = Decider([Layer(0, 0, n, n, 1, 4) for n in sizes], like, LGrecoConfig(), 4)
+        decider = Decider([Layer(0, n, n, 1, 4) for n in sizes], like, LGrecoConfig(), 4)
         curves = [[each.get(int(c.value), 0.0) for c in decider.choices] for each in errors]
         return decider.decide(torch.tensor(curves).double(), decider.uniform, 1)
 
@@ -193,7 +193,7 @@ def test_curves_by_hand():
     """diag(4, 3, 2, 1): rank r leaves the root of the squares of the rest; top-k what the smallest add up to."""
     matrix = torch.zeros(40, 30, dtype=torch.float64)
     matrix[range(4), range(4)] = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
-    layer = Layer(0, 0, 1200, 40, 30, 8)
+    layer = Layer(0, 1200, 40, 30, 8)
     choices = [Choice("raw"), Choice("rank", 1), Choice("rank", 3), Choice("top", 2 / 1200), parse("int2")]
     errors = curve(matrix.view(-1), layer, choices, [True] * 5, seed=0)
     assert errors.tolist() == pytest.approx([0.0, 14**0.5, 1.0, 5**0.5, 6**0.5], abs=2e-3)

@@ -83,7 +83,6 @@ class Layer:
 
     Attributes:
         bucket: Number of its bucket.
-        start: Its first element in the bucket.
         numel: Number of elements.
         rows: Rows of its matrix. A vector is a matrix of one column.
         columns: Columns of its matrix.
@@ -91,7 +90,6 @@ class Layer:
     """
 
     bucket: int
-    start: int
     numel: int
     rows: int
     columns: int

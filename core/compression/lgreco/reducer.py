@@ -71,7 +71,7 @@ class Layout:
         self.values, self.held = (
             {i: flat[starts[i] : starts[i] + layers[i].numel] for i in mine} for flat in (staging, errors)
         )
-        self._payload = [self.bucket.payload[z.start : z.start + z.numel] for z in layers if z.bucket == number]
+        self._payload = self.bucket.payload.split([layers[i].numel for i in mine])
         self.values_sent = len(self.bucket.values)
         plain = staging[begin : end + self.values_sent]  # uncompressed layers, and the buffers
         self._buffers = plain[end - begin :]
@@ -109,12 +109,10 @@ def layers_of(buckets: Sequence[Bucket | BucketShare]) -> list[Layer]:
     """Returns every parameter that has elements, in the buckets' order."""
     layers = []
     for number, bucket in enumerate(buckets):
-        start = 0
         for p in bucket.params:
             if n := p.numel():
                 rows = p.shape[0] if p.dim() > 1 else n
-                layers.append(Layer(number, start, n, rows, n // rows, bucket.flat.element_size()))
-            start += n
+                layers.append(Layer(number, n, rows, n // rows, bucket.flat.element_size()))
     return layers
 
 
