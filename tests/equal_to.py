@@ -53,7 +53,6 @@ def cases() -> dict[str, dict[str, Any]]:
         "outer, delay 0": {"co2": {"delay": 0, "gap": "none"}},
         "int8, error feedback": {"co2": {"compression": ("int8", {}, {})}},
         "int4, error feedback, keep": {"co2": late | {"compression": ("int4", {}, {})}},
-        "int4, no error feedback": {"co2": {"compression": ("int4", {"error_feedback": False}, {})}},
         "bfloat16 wire, batch norm": {"co2": {"compression": ("bfloat16", {}, {})}, "batch_norm": True},
         "lgreco": {"co2": lgreco},
         "lgreco, keep": {"co2": late | lgreco},

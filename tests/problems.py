@@ -36,14 +36,13 @@ class Settings:
     tau_max: int = 192
     allow_unstable: bool = False
     compression: Any = "float32"
-    error_feedback: bool = True
     merge: Any = "restart"
     delay: Any = "boundary"
     nesterov: bool = False
 
     @property
     def co2(self) -> CO2Config:
-        compression = CompressionConfig(self.compression, self.error_feedback)
+        compression = CompressionConfig(self.compression)
         names = ("tau", "outer_lr", "outer_momentum", "gap", "clip")
         names += ("tau_max", "allow_unstable", "merge", "delay", "nesterov")
         return CO2Config(**{name: getattr(self, name) for name in names}, compression=compression)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from core.baselines.ddp import check_compression
-from core.baselines.table import check_apart
 from core.errors import UserError
 from core.groups import local_world_size
 from core.guards.inputs import check_share
@@ -114,13 +113,13 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
     if recipe.elastic and method != "zo":  # a copy of the sent buckets stays until the average arrives
         config = recipe.co2.compression
         narrow = config.format not in ("float32", "auto")
-        return trained * (copies + 1 + narrow * config.error_feedback * (1 + 2 / workers))
+        return trained * (copies + 1 + narrow * (1 + 2 / workers))
     config = recipe.ddp_compression if method == "ddp" else recipe.co2.compression  # pyright: ignore[reportAttributeAccessIssue]
     among = workers if method == "ddp" else workers // node
     alone = workers == 1 and (method == "ddp" or config.format == "auto")  # then nothing is encoded
     if config.format != "float32" and method != "zo" and not alone:
         copies += {"ddp": 1, "local": 1}.get(method, 0)  # a payload, or an anchor for the differences that are sent
-        copies += config.error_feedback * (1 + 1 / among)
+        copies += 1 + 1 / among
         copies += 2 * (config.format == "lgreco")
     return trained * copies
 
@@ -139,7 +138,7 @@ def held_of_share(recipe: Recipe, parts: int, nodes: int) -> float:
     copies += share * (c.merge == "keep_local") + own * (c.nesterov and (paper or c.gap != "none"))
     narrow = c.compression.format != "float32" and (nodes > 1 or c.compression.format != "auto")
     if narrow:
-        copies += c.compression.error_feedback * (share + (0 if recipe.shard else share / nodes))
+        copies += share + (0 if recipe.shard else share / nodes)
         copies += 2 * share * (c.compression.format == "lgreco")
     return copies
 
@@ -184,7 +183,7 @@ def checkpoint_bytes(recipe: Recipe, trained: float, workers: int, node: int) ->
     # what each set has of its own: parameters, keep_local's snapshot or change, and the errors of a narrow format
     late = co2 and c.merge == "keep_local"
     keeps: int = recipe.method == "overlap_local" or late
-    narrow = co2 and c.compression.format != "float32" and c.compression.error_feedback
+    narrow = co2 and c.compression.format != "float32"
     shared = {"ddp": 1, "zo": 1, "local": 1}.get(recipe.method, 3)  # parameters, outer iterate, outer momentum
     if co2:  # the averaged update, which takes the parameters' place in the count, and the errors of the averages
         shared += (not keeps) - (late and (node > 1 or recipe.shard or recipe.offload)) + narrow
@@ -239,7 +238,6 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
     if recipe.method == "co2" and (node > 1 or layout):  # a rank holds a share of the outer state
         held = layout is not None and layout.is_cut
         check_share(recipe.co2, shard=recipe.shard, split=recipe.zero >= 2, held=held)
-    check_apart(recipe.method, recipe.co2, node)
     if recipe.method == "ddp":
         check_compression(recipe.ddp_compression, sharded=recipe.zero >= 2)
     return share

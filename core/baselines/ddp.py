@@ -215,7 +215,7 @@ class DDP(Loop):
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         link: Link | None = None,
-        compression: CompressionConfig | None = None,
+        compression: CompressionConfig = CompressionConfig(),  # noqa: B008 - it is frozen
         hooks: Sequence[Hook] = (),
         synchronous: bool = False,
         mesh: DeviceMesh | None = None,
@@ -243,18 +243,15 @@ class DDP(Loop):
         self._readback = AsyncReadback()
         self._sharded = synchronous or any(map(is_dtensor, model.parameters()))
         self.compression: GradientCompression | None = None
-        if compression is not None:
-            check_compression(compression, sharded=self._sharded)
+        check_compression(compression, sharded=self._sharded)
         self._first_values = self._flat_buffers()
         if self.group is None or self._sharded:
             return
         tensors = tensors_of([*model.parameters(), *model.buffers()], "parameters")
-        if compression is not None and compression.format == "float32":
-            compression = None
         compare(("ddp", compression, options), tensors, self.group)
         broadcast(tensors, self.group, device)
         self._first_values = self._flat_buffers()
-        if compression is not None:
+        if compression.format != "float32":
             across, inner = groups_of(mesh if compression.format != "lgreco" else None, self.group)
             self.compression = GradientCompression(
                 model, compression, group=across, inner_group=inner, timeout=timeout, link=link

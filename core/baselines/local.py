@@ -7,7 +7,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -16,10 +16,19 @@ from ..buckets import copy, copy_where, rescale, tensors_of, views
 from ..co2 import CO2
 from ..compression.config import CompressionConfig
 from ..config import LARGE, CO2Config, CommonArgs, build_args, of_kind
-from ..errors import UserError, is_number
+from ..errors import UserError, is_number, require
 from ..guards.inputs import refuse_shards
 from ..local_update import LocalUpdateMethod
 from ..outer import carried
+
+TAU_AUTO = "tau='auto' is CO2's own choice, from measured times: give another method a number of local steps"
+
+
+def shared_settings(tau: int, compression: CompressionConfig | None, **more: Any) -> CO2Config:
+    """Returns the settings that a method shares with CO2. UserError for tau auto, which is CO2's own choice."""
+    if tau == "auto":
+        raise UserError(TAU_AUTO)
+    return CO2Config(tau=tau, compression=compression or CompressionConfig(), **more)
 
 
 def args_of(params: Sequence[Tensor], c: CO2Config, args: CommonArgs, *, overlap: bool = True) -> dict[str, Any]:
@@ -53,7 +62,7 @@ class Blocking(LocalUpdateMethod):
         compression: CompressionConfig | None = None,
         **args: Unpack[CommonArgs],
     ):
-        shared = CO2Config(tau=tau, compression=compression or CompressionConfig())
+        shared = shared_settings(tau, compression)
         super().__init__(given := tensors_of(params, "parameters"), **args_of(given, shared, args, overlap=False))
         if self._keeps_anchors or shared.compression.format != "float32":
             self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
@@ -101,10 +110,10 @@ class SlowMoConfig:
     """beta: how much of the outer momentum survives a round."""
 
     def __post_init__(self) -> None:
-        if not (is_number(self.outer_lr) and 0 < self.outer_lr < LARGE):
-            raise UserError(f"slowmo.outer_lr={self.outer_lr}: give a finite number above 0, as 1.0 is usual")
-        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
-            raise UserError(f"slowmo outer_momentum={self.outer_momentum}: give a number in [0, 1)")
+        alpha, beta = self.outer_lr, self.outer_momentum
+        above_0 = "give a finite number above 0, as 1.0 is usual"
+        require(self, is_number(alpha) and 0 < alpha < LARGE, "outer_lr", above_0)
+        require(self, is_number(beta) and 0 <= beta < 1, "outer_momentum", "give a number in [0, 1)")
 
 
 class SlowMo(Blocking):
@@ -179,8 +188,7 @@ class DiLoCo(CO2):
     ):
         own = of_kind(config, DiLoCoConfig, "config")
         step: dict[str, Any] = {"outer_lr": own.outer_lr, "outer_momentum": own.outer_momentum, "nesterov": True}
-        blocking: dict[str, Any] = {"delay": 0, "gap": "none", "clip": None}
-        c = CO2Config(tau=tau, compression=compression or CompressionConfig(), **step, **blocking)
+        c = shared_settings(tau, compression, delay=0, gap="none", clip=None, **step)
         # with delay 0 an average has no gap, and nothing is hidden
         super().__init__(params, c, **args)
 
@@ -195,10 +203,9 @@ class OverlapLocalConfig:
     """mu: momentum of the anchor."""
 
     def __post_init__(self) -> None:
-        if not (is_number(self.pull) and 0 < self.pull <= 1):
-            raise UserError(f"overlap_local pull={self.pull}: give a number in (0, 1]")
-        if not (is_number(self.anchor_momentum) and 0 <= self.anchor_momentum < 1):
-            raise UserError(f"overlap_local anchor_momentum={self.anchor_momentum}: give a number in [0, 1)")
+        a, mu = self.pull, self.anchor_momentum
+        require(self, is_number(a) and 0 < a <= 1, "pull", "give a number in (0, 1]")
+        require(self, is_number(mu) and 0 <= mu < 1, "anchor_momentum", "give a number in [0, 1)")
 
 
 class OverlapLocalSGD(LocalUpdateMethod):
@@ -211,9 +218,8 @@ class OverlapLocalSGD(LocalUpdateMethod):
 
     Args:
         params: See LocalUpdateMethod.
-        tau: Local steps per round, or auto.
+        tau: Local steps per round.
         config: The method's settings.
-        tau_max: With tau auto, the most local steps per round.
         compression: How the average is compressed for the network.
         **args: See CommonArgs.
     """
@@ -223,15 +229,14 @@ class OverlapLocalSGD(LocalUpdateMethod):
     def __init__(
         self,
         params: Iterable[Tensor],
-        tau: int | Literal["auto"],
+        tau: int,
         config: OverlapLocalConfig | None = None,
         *,
-        tau_max: int = 192,
         compression: CompressionConfig | None = None,
         **args: Unpack[CommonArgs],
     ):
         self.config = of_kind(config, OverlapLocalConfig, "config")
-        shared = CO2Config(tau=tau, tau_max=tau_max, compression=compression or CompressionConfig())
+        shared = shared_settings(tau, compression)
         super().__init__(given := tensors_of(params, "parameters"), **args_of(given, shared, args))
         self._z = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
         self._v = self.state.new("anchor_momentum")
@@ -273,11 +278,8 @@ class OverlapLocalSGD(LocalUpdateMethod):
             yield equal
             return
         if not self.allreduce.arrived():
-            with (
-                self.clock.early_merge(self.tau),
-                self.allreduce.counted(),
-            ):  # the average is merged at the end of the round
-                self.allreduce.drain()
+            with self.clock.early_merge(self.tau), self.allreduce.counted():
+                self.allreduce.drain()  # the average is merged at the end of the round
         scale = 1 / self.scalars["weight"].double()  # NaN or infinite if no worker counts
         tensors = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in tensors]

@@ -22,7 +22,7 @@ from ..guards.inputs import check_mesh, check_share
 from ..hooks import Hook
 from ..local_update import LocalUpdateMethod
 from .ddp import DDP
-from .local import DiLoCo, DiLoCoConfig, LocalSGD, OverlapLocalConfig, OverlapLocalSGD, SlowMo, SlowMoConfig
+from .local import TAU_AUTO, DiLoCo, DiLoCoConfig, LocalSGD, OverlapLocalConfig, OverlapLocalSGD, SlowMo, SlowMoConfig
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,14 @@ class MethodArgs:
     Attributes:
         co2: CO2's settings.
         own: The method's own settings.
+        args: The keyword arguments of the method's class.
         model: The module that the loop calls.
-        args: Arguments that all methods support.
-        shard, offload, schedule, lr, mesh: See make_method.
     """
 
     co2: CO2Config
-    own: Any = None
+    own: Any
+    args: dict[str, Any]
     model: nn.Module = field(default_factory=nn.Module)
-    args: CommonArgs = field(default_factory=CommonArgs)
-    shard: bool = False
-    offload: bool = False
-    schedule: Schedule | None = None
-    lr: Callable[[], float] | None = None
-    mesh: DeviceMesh | None = None
 
     @property
     def params(self) -> list[Tensor]:
@@ -74,8 +68,9 @@ class MethodSpec:
             step is a round, optimizer if the method replaces the optimizer.
         settings: Its own settings, if it has any.
         check: Raises UserError for settings that exclude each other.
-        reads_co2: Whether it uses all of CO2Config, not only tau and tau_max.
-        takes: The subset of shard, offload, schedule, elastic and compression that it supports.
+        reads_co2: Whether it uses all of CO2Config, not only tau.
+        takes: The subset of shard, offload, schedule, lr, mesh, compression and elastic that it supports. With mesh it
+            gets the whole mesh, otherwise the workers with the same index in their node.
     """
 
     name: str
@@ -91,74 +86,31 @@ class MethodSpec:
         """Whether it takes local steps."""
         return self.kind in ("hidden", "blocking")
 
-    def refuse(self, given: MethodArgs) -> None:
-        """Raises UserError for settings that the method does not have, or that exclude each other.
-
-        Comparisons may share CO2's settings of the outer step, but not its other settings.
-        """
-        c, remedy, default = given.co2, "leave it out", CO2Config()
-        unread = {key: getattr(given, key) for key in ("shard", "offload", "schedule") if key not in self.takes}
-        found = {key: value for key, value in unread.items() if value}
-        if not self.reads_co2 and not found:
-            if "compression" in self.takes:
-                c.compression.check_given()
-            elif c.compression.format != "float32":
-                found["compression.format"] = c.compression.format
-                remedy = "set ddp_compression" if self.name == "ddp" else remedy
-            found |= {k: value for k in OF_OUTER_STEP if (value := getattr(c, k)) != getattr(default, k)}
-        for key, value in found.items():
-            what = key if callable(value) else f"{key}={value!r}"
-            raise UserError(f"{what} is CO2's own, method {self.name!r} does not have it: {remedy}")
-        if self.kind == "blocking" and c.tau == "auto":
-            raise UserError("tau='auto' with a method that hides no communication: give a number of local steps")
-        self.check(given)
-
 
 def _co2(given: MethodArgs) -> tuple[nn.Module, Any]:
     """Makes CO2."""
-    more: dict[str, Any] = {"mesh": given.mesh, "shard": given.shard, "offload": given.offload}
-    return given.model, CO2(given.params, given.co2, schedule=given.schedule, **more, **given.args)
+    return given.model, CO2(given.params, given.co2, **given.args)
 
 
 def _check_co2(given: MethodArgs) -> None:
     """Checks CO2's settings."""
     given.co2.check_stable()
-    if given.shard or given.offload:
-        check_share(given.co2, shard=given.shard)
+    check_share(given.co2, shard=given.args["shard"])
 
 
 def _ddp(given: MethodArgs) -> tuple[nn.Module, Any]:
     """Makes DDP."""
-    options: dict[str, Any] = {**given.args, "mesh": given.mesh}
+    options = {**given.args}
     made = DDP(given.model, average_buffers=bool(options.pop("buffers")), compression=given.own, **options)
     return made.model, made
 
 
-def _check_ddp(given: MethodArgs) -> None:
-    """Checks DDP's compression."""
-    if given.own.format == "auto":
-        raise UserError(
-            "ddp_compression.format='auto' is chosen together with tau, which ddp does not have: give a format"
-        )
-
-
-def _with_rounds(make: Callable[..., Any], given: MethodArgs, **more: Any) -> tuple[nn.Module, Any]:
+def _with_rounds(make: Callable[..., Any], given: MethodArgs) -> tuple[nn.Module, Any]:
     """Makes another method with local steps."""
-    more |= {"compression": given.co2.compression, **given.args}
-    return given.model, make(given.params, given.co2.tau, *([given.own] if given.own else []), **more)
+    return given.model, make(given.params, given.co2.tau, *([given.own] if given.own else []), **given.args)
 
 
-def _overlap_local(given: MethodArgs) -> tuple[nn.Module, Any]:
-    """Makes OverlapLocalSGD."""
-    return _with_rounds(OverlapLocalSGD, given, tau_max=given.co2.tau_max)
-
-
-def _slowmo(given: MethodArgs) -> tuple[nn.Module, Any]:
-    """Makes SlowMo."""
-    return _with_rounds(SlowMo, given, lr=given.lr)
-
-
-OF_CO2, COMPRESSION = frozenset({"shard", "offload", "schedule", "elastic"}), frozenset({"compression"})
+OF_CO2, COMPRESSION = frozenset({"shard", "offload", "schedule", "mesh", "elastic"}), frozenset({"compression"})
 OF_TORCH = ("bucket_cap_mb", "find_unused_parameters")
 OF_DDP = Settings("ddp_compression", CompressionConfig, "Of method ddp: how gradients are compressed for the network.")
 OF_OVERLAP, OF_SLOWMO = Settings("overlap_local", OverlapLocalConfig), Settings("slowmo", SlowMoConfig)
@@ -172,11 +124,11 @@ def register(spec: MethodSpec) -> None:
 
 
 register(MethodSpec("co2", _co2, "hidden", check=_check_co2, reads_co2=True, takes=OF_CO2))
-register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, check=_check_ddp))
+register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, lambda a: a.own.check_given(), takes=frozenset({"mesh"})))
 register(MethodSpec("diloco", partial(_with_rounds, DiLoCo), "blocking", OF_DILOCO, takes=COMPRESSION))
 register(MethodSpec("local", partial(_with_rounds, LocalSGD), "blocking", takes=COMPRESSION))
-register(MethodSpec("overlap_local", _overlap_local, "hidden", OF_OVERLAP, takes=COMPRESSION))
-register(MethodSpec("slowmo", _slowmo, "blocking", OF_SLOWMO, takes=COMPRESSION))
+register(MethodSpec("overlap_local", partial(_with_rounds, OverlapLocalSGD), "hidden", OF_OVERLAP, takes=COMPRESSION))
+register(MethodSpec("slowmo", partial(_with_rounds, SlowMo), "blocking", OF_SLOWMO, takes=COMPRESSION | {"lr"}))
 METHODS = tuple(REGISTRY)
 Method = LocalUpdateMethod | DDP
 
@@ -230,8 +182,12 @@ def make_method(
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     of_torch = {key: settings.pop(key) for key in OF_TORCH if name == "ddp" and key in settings}
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
-    options = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks, **of_torch)
-    options["buffers"] = list(model.buffers()) if average_buffers else []
+    common = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks)
+    common["buffers"] = list(model.buffers()) if average_buffers else []
+    of_some = {"schedule": schedule, "lr": lr, "mesh": mesh, "shard": shard, "offload": offload}
+    of_some |= {"compression": co2.compression}
+    options: dict[str, Any] = {**common, **of_torch}
+    options |= {key: value for key, value in of_some.items() if key in spec.takes}
     if average is not None and spec.local:
         options["average"] = average
     if mesh is not None and spec.local:
@@ -239,10 +195,9 @@ def make_method(
         if not any(map(is_dtensor, model.parameters())):  # sharded models synchronize themselves
             # averages a node's gradients in every step
             model = DistributedDataParallel(model, process_group=mesh.get_group(1))
-        if "shard" not in spec.takes:
-            check_apart(name, co2, mesh.size(1))
+        if "mesh" not in spec.takes:
             options["group"] = mesh.get_group(0)  # the method averages across nodes only
-    return spec.make(MethodArgs(co2, own, model, options, shard, offload, schedule, lr, mesh))
+    return spec.make(MethodArgs(co2, own, options, model))
 
 
 def check_settings(
@@ -257,8 +212,9 @@ def check_settings(
     """Returns the method's own settings, or None if it has none. For the arguments, see make_method.
 
     UserError for settings that the method does not have, so that none is silently unused, or that exclude each other.
+    Comparisons may share CO2's settings of the outer step, but not its other settings.
     """
-    spec = spec_of(name)
+    spec, remedy, default_co2 = spec_of(name), "leave it out", CO2Config()
     own = spec.settings.config() if spec.settings else None
     owners = {other.settings.key: other for other in REGISTRY.values() if other.settings}
     for key, value in settings.items():
@@ -273,18 +229,22 @@ def check_settings(
             raise UserError(
                 f"{key}.{option}={given!r} is method {owner.name}'s own, method {name!r} does not have it: leave it out"
             )
-    spec.refuse(MethodArgs(co2, own, shard=shard, offload=offload, schedule=schedule))
+    args = {"shard": shard, "offload": offload, "schedule": schedule}
+    found = {key: value for key, value in args.items() if value and key not in spec.takes}
+    if not spec.reads_co2 and not found:
+        if "compression" in spec.takes:
+            co2.compression.check_given()
+        elif co2.compression.format != "float32":
+            found["compression.format"] = co2.compression.format
+            remedy = "set ddp_compression" if name == "ddp" else remedy
+        found |= {k: value for k in OF_OUTER_STEP if (value := getattr(co2, k)) != getattr(default_co2, k)}
+    for key, value in found.items():
+        what = key if callable(value) else f"{key}={value!r}"
+        raise UserError(f"{what} is CO2's own, method {name!r} does not have it: {remedy}")
+    if spec.local and not spec.reads_co2 and co2.tau == "auto":
+        raise UserError(TAU_AUTO)
+    spec.check(MethodArgs(co2, own, args))
     return own
-
-
-def check_apart(name: str, co2: CO2Config, per_node: int) -> None:
-    """Raises UserError for choices from measured times if a node's ranks would make them in different groups."""
-    spec = spec_of(name)
-    if per_node > 1 and spec.local and "shard" not in spec.takes and "auto" in (co2.tau, co2.compression.format):
-        raise UserError(
-            f"tau={co2.tau!r}, compression.format={co2.compression.format!r} with method {name!r} and {per_node} "
-            "workers a node: they would make different choices; give a number and a format"
-        )
 
 
 def spec_of(name: str) -> MethodSpec:

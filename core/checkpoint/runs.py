@@ -95,12 +95,11 @@ class Saver:
         self._thread.start()
 
     def write(self, step: int, state: dict[str, Any], spared: Collection[str] = ()) -> bool:
-        """Does start() and wait() in the calling thread.
+        """Does start() and wait() in the calling thread, if no other write runs.
 
         `spared` names tensors of the model that need not be finite.
         """
-        self._run(step, state, time.monotonic(), spared)
-        return self.wait()
+        return self._write(step, state, time.monotonic(), spared)
 
     def wait(self) -> bool:
         """Waits for the write, on every worker. Returns False if some worker's model was not finite.
@@ -163,7 +162,7 @@ class Saver:
             def complete() -> None:
                 seconds = round(time.monotonic() - begun, 1)  # slurm/launch.sh reads it
                 files = {f"rank{rank}.pt": entry for rank, (entry,) in enumerate(written)}
-                publish(fresh, target, {"seconds": seconds, "files": files}, files, self.attempt)
+                publish(fresh, target, {"seconds": seconds, "files": files}, self.attempt)
 
             failure = failure or self._try(target, complete)
             # before other workers may write the next checkpoint
@@ -327,10 +326,10 @@ def check_later(target: Path, attempt: str) -> None:
         )
 
 
-def publish(fresh: Path, target: Path, manifest: dict[str, Any], files: Iterable[str], attempt: str) -> None:
-    """Adds the manifest to a folder in which all workers have written `files`, and renames it to `target`."""
+def publish(fresh: Path, target: Path, manifest: dict[str, Any], attempt: str) -> None:
+    """Adds the manifest to a folder in which all workers have written their files, and renames it to `target`."""
     check_later(target, attempt)
-    if missing := [name for name in files if not (fresh / name).exists()]:
+    if missing := [name for name in manifest["files"] if not (fresh / name).exists()]:
         raise OSError(f"another worker's {missing[0]} is missing: the folder must be one that all nodes share")
     stored.write_flushed(fresh / MANIFEST, json.dumps({"attempt": attempt} | manifest, indent=1).encode())
     check_later(target, attempt)  # again, because this process may have been stopped in between
@@ -422,6 +421,10 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
     fails for a named tuple or an array. Here only the device is torch's choice. state_dict() must return the tensors
     that the optimizer uses, as torch's does.
     """
+
+    def copied(value: Any, to: torch.device) -> Any:
+        return tree_map_only(Tensor, lambda t: t.to(to, copy=True), value, is_leaf=lambda v: isinstance(v, torch.Size))
+
     params = _params(optimizer)
     saved = {key: held for key, held in state["state"].items() if isinstance(key, int) and isinstance(held, dict)}
     walked = {number: {key: v for key, v in held.items() if _is_walked(v)} for number, held in saved.items()}
@@ -429,16 +432,10 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
     live = optimizer.state_dict()["state"]
     for number, held in saved.items():
         for key, value in held.items():
-            now, device = live[number].get(key), params[number].device
-            if isinstance(value, Tensor):
-                device = now.device if isinstance(now, Tensor) else device
-                changed = not isinstance(now, Tensor) or now.dtype != value.dtype
-            else:
-                changed = isinstance(value, Iterable)
-            if changed:
-                live[number][key] = tree_map_only(
-                    Tensor, lambda t, to=device: t.to(to, copy=True), value, is_leaf=lambda v: isinstance(v, torch.Size)
-                )
+            if isinstance(value, Iterable):  # a tensor is one
+                now = live[number].get(key)
+                of = now if isinstance(now, Tensor) and isinstance(value, Tensor) else params[number]
+                live[number][key] = copied(value, of.device)
 
 
 def _is_walked(value: Any) -> bool:

@@ -27,9 +27,8 @@ class CompressionConfig:
     format: Format = "float32"
     """float32 is a plain all-reduce (float64 for float64 parameters). bfloat16, int8 and int4 round to fewer
     bytes. lgreco chooses a compression for each layer during training. auto is int4, or float32 if that is as fast, as
-    measured during training."""
-    error_feedback: bool = True
-    """Adds the rounding errors to the next round's message, at the cost of a copy of the parameters."""
+    measured during training. Error feedback adds the rounding errors to the next round's message, at the cost of a copy
+    of the parameters."""
     like: str = ""
     """With lgreco: the uniform setting whose error it must not exceed, such as int4, top0.01 or rank4. intB has B bits,
     topD keeps the share D of each layer's largest elements, and rankR has rank R."""
@@ -41,10 +40,6 @@ class CompressionConfig:
             raise UserError(f"compression.format={self.format!r}: choose one of {', '.join(FORMATS)}")
         if self.format == "lgreco":
             parse(self.like)
-            if not self.error_feedback:
-                raise UserError(
-                    "compression.error_feedback=False: compression.format lgreco always feeds back; leave it out"
-                )
         elif self.like or self.lgreco != LGrecoConfig():
             given = f"compression.like={self.like!r}" if self.like else f"compression.lgreco={self.lgreco}"
             raise UserError(
@@ -123,4 +118,4 @@ class CompressionConfig:
 
         make, first = OwnedQuantized if owned else Quantized, [*self.choices][0 if world_size > 1 else -1]
         changes = plain if self.format == "auto" else None
-        return make(buckets, scalars, *workers, cast(NarrowFormat, first), self.error_feedback, plain=changes)
+        return make(buckets, scalars, *workers, cast(NarrowFormat, first), plain=changes)

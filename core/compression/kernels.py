@@ -135,8 +135,7 @@ def int_encoded(values, at, live, HEAD: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def sent(
-    values, error_ptr, moved_ptr, at, place, live,
-    FEEDBACK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr,
+    values, error_ptr, moved_ptr, at, place, live, HEAD: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Stores Q(d + e), and sets e <- d + e - Q(d + e). Without movement it stores Q(d), and sets e <- e + d - Q(d).
 
@@ -148,23 +147,20 @@ def sent(
         place: Places of the elements among the errors.
         live: Whether each block exists.
     """
-    kept = values
-    if FEEDBACK:
-        kept = tl.load(error_ptr + place, mask=live[:, None], other=0.0) + values
-        moved = tl.full(place.shape, tl.load(moved_ptr), tl.int32) != 0
-        values = tl.where(moved, kept, values)
+    kept = tl.load(error_ptr + place, mask=live[:, None], other=0.0) + values
+    moved = tl.full(place.shape, tl.load(moved_ptr), tl.int32) != 0
+    values = tl.where(moved, kept, values)
     if BITS == 16:
         back = float_encoded(values, at, live)
     else:
         back = int_encoded(values, at, live, HEAD, BITS)
-    if FEEDBACK:
-        tl.store(error_ptr + place, kept - back, mask=live[:, None])
+    tl.store(error_ptr + place, kept - back, mask=live[:, None])
 
 
 @triton.jit
 def encode_kernel(
     values_ptr, numel, error_ptr, moved_ptr, rows_ptr, stride, blocks,
-    FEEDBACK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
+    HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Encodes a payload for all workers.
 
@@ -177,13 +173,13 @@ def encode_kernel(
     worker, block, live, place = where(blocks, BLOCKS)
     values = tl.load(values_ptr + place, mask=live[:, None] & (place < numel), other=0.0)
     at = rows_ptr + worker * stride + block * (HEAD + 32 * BITS)
-    sent(values, error_ptr, moved_ptr, at, place, live, FEEDBACK, HEAD, BITS)
+    sent(values, error_ptr, moved_ptr, at, place, live, HEAD, BITS)
 
 
 @triton.jit
 def average_kernel(
     rows_ptr, stride, workers, error_ptr, moved_ptr, out_ptr, blocks,
-    D: tl.constexpr, FEEDBACK: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
+    D: tl.constexpr, HEAD: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Averages the workers' rows of one chunk, and encodes the average.
 
@@ -200,7 +196,7 @@ def average_kernel(
         total += decoded(at, live, D, HEAD, BITS)
         at += stride
     mean = divided(total, tl.full(total.shape, workers, D))
-    sent(mean, error_ptr, moved_ptr, out_ptr + block * (HEAD + 32 * BITS), place, live, FEEDBACK, HEAD, BITS)
+    sent(mean, error_ptr, moved_ptr, out_ptr + block * (HEAD + 32 * BITS), place, live, HEAD, BITS)
 
 
 @triton.jit
@@ -229,18 +225,16 @@ def mean_kernel(rows_ptr, workers, out_ptr, numel, D: tl.constexpr, ELEMENTS: tl
 class TritonCodec:
     """The codec for CUDA, with the methods of core.compression.quantized.SegmentCodec."""
 
-    def encode(self, payload: Tensor, rows: Tensor, compression: str, error: Tensor | None, moved: Tensor) -> None:
-        blocks, feedback = _blocks(rows, compression), error is not None
-        at = (error if feedback else payload, moved.view(torch.uint8), rows, rows.stride(0), blocks)
+    def encode(self, payload: Tensor, rows: Tensor, compression: str, error: Tensor, moved: Tensor) -> None:
+        blocks = _blocks(rows, compression)
+        at = (error, moved.view(torch.uint8), rows, rows.stride(0), blocks)
         grid = (triton.cdiv(blocks, BLOCKS), len(rows))
-        _launch(encode_kernel, grid, payload, len(payload), *at, FEEDBACK=feedback, **_format(compression))
+        _launch(encode_kernel, grid, payload, len(payload), *at, **_format(compression))
 
-    def average(
-        self, rows: Tensor, out: Tensor, compression: str, dtype: torch.dtype, error: Tensor | None, moved: Tensor
-    ) -> None:
-        blocks, feedback = _blocks(rows, compression), error is not None
-        at = (rows.stride(0), len(rows), error if feedback else rows, moved.view(torch.uint8), out, blocks)
-        fixed = {"D": TYPES[dtype], "FEEDBACK": feedback} | _format(compression)
+    def average(self, rows: Tensor, out: Tensor, compression: str, error: Tensor, moved: Tensor) -> None:
+        blocks = _blocks(rows, compression)
+        at = (rows.stride(0), len(rows), error, moved.view(torch.uint8), out, blocks)
+        fixed = {"D": TYPES[error.dtype]} | _format(compression)
         _launch(average_kernel, (triton.cdiv(blocks, BLOCKS),), rows, *at, **fixed)
 
     def decode(self, rows: Tensor, compression: str, payload: Tensor) -> None:

@@ -15,7 +15,7 @@ ICML 2019). The scalars, and buffers such as BatchNorm's statistics, travel unco
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,7 @@ class SegmentCodec:
     def __init__(self, device: torch.device):
         self._segment = GPU_SEGMENT if device.type == "cuda" else SEGMENT
 
-    def encode(
-        self, payload: Tensor, rows: Tensor, compression: NarrowFormat, error: Tensor | None, moved: Tensor
-    ) -> None:
+    def encode(self, payload: Tensor, rows: Tensor, compression: NarrowFormat, error: Tensor, moved: Tensor) -> None:
         """Encodes the payload to rows.
 
         It stores Q(d + e), and sets e <- d + e - Q(d + e). Without movement it stores Q(d), and sets
@@ -63,40 +61,32 @@ class SegmentCodec:
             payload: d, [numel], with zeros beyond it.
             rows: The encoded rows, uint8 [workers, bytes].
             compression: Name of the format.
-            error: e, [workers x chunk], or None without error feedback.
+            error: e, [workers x chunk].
             moved: Whether this worker has moved, 0-d bool on the device.
         """
-        chunk = _chunk(rows, compression)
-        few = max(1, self._segment // max(1, chunk))  # small chunks together: their kernels cost more than their bytes
-        for j, to in enumerate(rows.split(few)):
-            where = slice(j * few * chunk, j * few * chunk + len(to) * chunk)
-            piece = payload[where]
-            values = pad(piece, (0, len(to) * chunk - len(piece)))
-            self._encode(values, to, compression, None if error is None else error[where], moved)
+        for where, part in self._segments(rows, compression):
+            piece, held = payload[where], error[where]
+            d = pad(piece, (0, len(held) - len(piece)))
+            held.add_(d)
+            part.copy_(compressions.encode(torch.where(moved, held, d), compression, lost=held).view(part.shape))
 
-    def average(
-        self,
-        rows: Tensor,
-        out: Tensor,
-        compression: NarrowFormat,
-        dtype: torch.dtype,
-        error: Tensor | None,
-        moved: Tensor,
-    ) -> None:
-        """Sums the rows, all of one chunk, in their order and in dtype. Encodes the average to out, uint8 [bytes]."""
-        chunk = _chunk(rows, compression)
-        mean = torch.zeros(chunk, dtype=dtype, device=rows.device)
-        for start, values in self._decoded(rows, compression, dtype):
-            at = start % max(1, chunk)
-            for row in values:
+    def average(self, rows: Tensor, out: Tensor, compression: NarrowFormat, error: Tensor, moved: Tensor) -> None:
+        """Sums the rows, all of one chunk, in their order and in the error's dtype.
+
+        It encodes the average to out, uint8 [bytes].
+        """
+        mean = torch.zeros_like(error)
+        for where, part in self._segments(rows, compression):
+            at = where.start % max(1, len(mean))
+            for row in compressions.decode(part.flatten(), compression, mean.dtype).view(len(part), -1):
                 mean[at : at + len(row)].add_(row)
-        self._encode(mean.div_(mean.new_full((), len(rows))), out[None], compression, error, moved)
+        self.encode(mean.div_(mean.new_full((), len(rows))), out[None], compression, error, moved)
 
     def decode(self, rows: Tensor, compression: NarrowFormat, payload: Tensor) -> None:
         """Decodes rows to payload, [numel]. Elements beyond it are padding."""
-        for start, decoded in self._decoded(rows, compression, payload.dtype):
-            target = payload[start : start + decoded.numel()]
-            target.copy_(decoded.view(-1)[: len(target)])
+        for where, part in self._segments(rows, compression):
+            target = payload[where]
+            target.copy_(compressions.decode(part.flatten(), compression, payload.dtype)[: len(target)])
 
     def mean(self, rows: Tensor) -> Tensor:
         """Returns the average of [workers, elements], summed in the rows' order."""
@@ -105,34 +95,22 @@ class SegmentCodec:
             total.add_(row)
         return total.div_(total.new_full((), len(rows)))
 
-    def _encode(
-        self, values: Tensor, payload: Tensor, compression: NarrowFormat, error: Tensor | None, moved: Tensor
-    ) -> None:
-        """Fills payload, [rows, bytes], as `encode` does."""
-        step = self._segment
-        # If there are several parts, they belong to one row.
-        for i, part in enumerate(payload.split(compressions.nbytes(compression, step), dim=1)):
-            where = slice(i * step, (i + 1) * step)
-            send = values[where]
-            kept = None if error is None else error[where].add_(send)
-            rounded = send if kept is None else torch.where(moved, kept, send)
-            part.copy_(compressions.encode(rounded, compression, lost=kept).view(part.shape))
+    def _segments(self, rows: Tensor, compression: NarrowFormat) -> Iterator[tuple[slice, Tensor]]:
+        """Yields a segment's place among the elements of all rows, and its bytes, uint8 [some rows, some bytes].
 
-    def _decoded(self, rows: Tensor, compression: NarrowFormat, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Yields the first element's place, and values [some rows, elements], from rows [workers, bytes]."""
-        chunk, step = _chunk(rows, compression), self._segment
-        few = max(1, step // max(1, chunk))
-        for j, some in enumerate(rows.split(few)):
-            for i, part in enumerate(some.split(compressions.nbytes(compression, step), dim=1)):
-                yield (
-                    j * few * chunk + i * step,
-                    compressions.decode(part.flatten(), compression, dtype).view(len(part), -1),
-                )
+        Small rows go together, because their kernels cost more than their bytes. Several segments belong to one row.
+        """
+        blocks, step, start = rows.shape[1] // BLOCK_BYTES[compression], self._segment, 0
+        for some in rows.split(max(1, step // max(1, blocks * BLOCK))):
+            for part in some.split(compressions.nbytes(compression, step), dim=1):
+                end = start + part.numel() // BLOCK_BYTES[compression] * BLOCK
+                yield slice(start, end), part
+                start = end
 
 
-def _chunk(rows: Tensor, compression: NarrowFormat) -> int:
-    """Returns the number of elements in each row."""
-    return rows.shape[1] // BLOCK_BYTES[compression] * BLOCK
+def moved(scalars: Scalars) -> Tensor:
+    """Returns whether any worker has moved, 0-d bool. It is a copy, because the scalars become averages."""
+    return scalars["steps"] * scalars["weight"] != 0
 
 
 def chunk_of(numel: int, world_size: int) -> int:
@@ -143,7 +121,10 @@ def chunk_of(numel: int, world_size: int) -> int:
 def nothing_held_back(
     buckets: Sequence[Bucket | BucketShare | Part], world_size: int, device: str | None = None
 ) -> dict[str, list[Tensor]]:
-    """Returns zero residuals for both stages, one tensor per bucket, on `device` or else the bucket's device."""
+    """Returns zero residuals for both stages, one tensor per bucket, on `device` or else the bucket's device.
+
+    They have [workers x chunk] and [chunk] elements.
+    """
     pairs = [(b, chunk_of(b.numel, world_size)) for b in buckets]
     return {
         name: [b.flat.new_zeros(copies * chunk, device=device) for b, chunk in pairs]
@@ -156,7 +137,7 @@ class Quantized(Reducer):
 
     Only the parameters' part of a bucket is rounded; all else is sent uncompressed. If no worker has moved (the scalars
     "steps" and "weight"), the caller discards the average, and the residuals stay, as they do for an excluded worker. A
-    single worker encodes and decodes as well, so that it trains as one of many. Error feedback costs one copy of the
+    single worker encodes and decodes as well, so that it trains as one of many. The residuals cost one copy of the
     parameters, and 1 / n of a copy for the second stage.
 
     Args:
@@ -165,15 +146,14 @@ class Quantized(Reducer):
         rank: This worker's rank.
         world_size: Number of workers.
         compression: The format of all buckets, or one format per bucket.
-        error_feedback: Whether to keep residuals.
-        memory: Residuals of both stages, one tensor per bucket, [workers x chunk] and [chunk]. None allocates them.
+        memory: Residuals of both stages, see nothing_held_back. None allocates them.
         plain: The reducer of float32, if `become` may change the format.
 
     Attributes:
         held: The residuals by name. There are none in float32.
     """
 
-    feeds_back: Sequence[str] = HELD_BACK  # the stages with error feedback
+    encodes: Sequence[str] = HELD_BACK  # the stages that round, by the names of their residuals
 
     def __init__(
         self,
@@ -182,7 +162,6 @@ class Quantized(Reducer):
         rank: int,
         world_size: int,
         compression: NarrowFormat | Sequence[NarrowFormat],
-        error_feedback: bool = True,
         memory: tuple[list[Tensor], list[Tensor]] | None = None,
         plain: Reducer | None = None,
     ):
@@ -190,7 +169,6 @@ class Quantized(Reducer):
         self.rank, self.world_size = rank, world_size
         self.device = buckets[0].flat.device
         self.chunks = [chunk_of(b.numel, world_size) for b in buckets]
-        self.feeds_back = self.feeds_back if error_feedback else ()
         self._codec = make_codec(self.device)
         self._use(compression, memory)
 
@@ -200,18 +178,14 @@ class Quantized(Reducer):
         self.compressions: list[Any] = formats
         narrow = self.kind != Reducer.kind
         self.scale = 1.0 if narrow or self.plain is None else self.plain.scale
-        new = memory or (
-            nothing_held_back(self.buckets, self.world_size).values() if narrow and self.feeds_back else ()
-        )
-        self.held: dict[str, list[Tensor]] = dict(zip(self.feeds_back, new, strict=False))
+        new = memory or (nothing_held_back(self.buckets, self.world_size).values() if narrow else ())
+        self.held: dict[str, list[Tensor]] = dict(zip(self.encodes, new, strict=False))
 
     @property
     def state(self) -> dict[str, list[Tensor]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Residuals, with the same keys and shapes for any format: a checkpoint of another format fits."""
-        if self.held or not self.feeds_back:
-            return self.held
-        zeros = nothing_held_back(self.buckets, self.world_size, "cpu")
-        return {name: zeros[name] for name in self.feeds_back}
+        zeros = {} if self.held else nothing_held_back(self.buckets, self.world_size, "cpu")
+        return self.held or {name: zeros[name] for name in self.encodes}
 
     def become(self, kind: str) -> None:
         """Changes the format, if it may change, while nothing is in flight. The old one's residuals join the payload.
@@ -234,16 +208,6 @@ class Quantized(Reducer):
 
     def _stages(self, group: dist.ProcessGroup | None) -> Iterator[Stage]:
         """Yields the stages of a narrow format."""
-        received = yield from self._exchange(group)
-        mean = self._average(received)
-        means = mean[None]
-        if group is not None:
-            means = mean.new_empty(self.world_size, len(mean))
-            yield all_gather(means, mean, group)
-        self._unpack(means)
-
-    def _exchange(self, group: dist.ProcessGroup | None) -> Generator[Stage, None, Tensor]:
-        """Yields the first stage, and returns what the workers have sent to this one, uint8 [workers, bytes]."""
         yield BACKGROUND  # the encoding
         sent = received = self._outgoing()
         if group is not None:
@@ -251,60 +215,60 @@ class Quantized(Reducer):
             work = dist.all_to_all_single(received, sent, group=group, async_op=True)
             assert work is not None
             yield [work], (self.world_size - 1) * sent.shape[1]
-        return received
+        mean = self._average(received)
+        means = mean[None]
+        if group is not None and len(mean):
+            means = mean.new_empty(self.world_size, len(mean))
+            yield all_gather(means, mean, group)
+        self._unpack(means)
 
     def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:  # noqa: ARG002
-        memory: Any = [[flats[i]] for flats in self.held.values()] or None
+        memory: Any = [[flats[i]] for flats in self.held.values()]
         workers, compression = (self.rank, self.world_size), self.compressions[i]
-        one = Quantized([self.buckets[i]], self.scalars, *workers, compression, memory is not None, memory)
-        return one.stages(group, number)
+        return Quantized([self.buckets[i]], self.scalars, *workers, compression, memory).stages(group, number)
 
-    def _errors(self, stage: int) -> Sequence[Tensor | None]:
-        """Returns the residuals of stage 0 or 1, one per bucket."""
-        return self.held.get(HELD_BACK[stage], [None] * len(self.buckets))
-
-    def _layout(self) -> list[int]:
+    def _layout(self, stage: int) -> list[int]:
         """Returns the bytes for one worker: every bucket's encoded chunk, then every bucket's share of the rest."""
-        encoded = [
-            compressions.nbytes(compression, chunk)
-            for compression, chunk in zip(self.compressions, self.chunks, strict=True)
-        ]
+        chunks = self.chunks if stage < len(self.encodes) else [0] * len(self.chunks)
+        encoded = [compressions.nbytes(c, chunk) for c, chunk in zip(self.compressions, chunks, strict=True)]
         return encoded + [rest * b.flat.element_size() for rest, b in zip(self.rests, self.buckets, strict=True)]
 
     def _outgoing(self) -> Tensor:
         """Returns the first stage's message, uint8 [workers, bytes], row j for worker j. Each row has the scalars."""
         n, count, scalars = self.world_size, len(self.buckets), self.buckets[0].scalars
-        layout = [*self._layout(), scalars.nbytes]
+        layout = [*self._layout(0), scalars.nbytes]
         message = torch.empty(n, sum(layout), dtype=torch.uint8, device=self.device)
-        parts = message.split(layout, dim=1)
-        moved = self.scalars["steps"] * self.scalars["weight"] != 0
-        for i, (bucket, rest, error) in enumerate(zip(self.buckets, self.rests, self._errors(0), strict=True)):
-            self._codec.encode(bucket.payload, parts[i], self.compressions[i], error, moved)
+        parts, own = message.split(layout, dim=1), moved(self.scalars)
+        for i, (bucket, rest, error) in enumerate(zip(self.buckets, self.rests, self.held[HELD_BACK[0]], strict=True)):
+            self._codec.encode(bucket.payload, parts[i], self.compressions[i], error, own)
             rows = pad(bucket.values, (0, n * rest - len(bucket.values))).view(n, rest)
             parts[count + i].copy_(rows.view(torch.uint8))
         parts[-1].copy_(scalars.clone().view(torch.uint8).expand(n, -1))  # the clone is aligned
         return message
 
     def _average(self, received: Tensor) -> Tensor:
-        """Returns the encoded average of this worker's chunk, uint8 [bytes], from uint8 [workers, bytes].
+        """Returns the averages that this worker sends, uint8 [bytes], from the messages to it, uint8 [workers, bytes].
 
         It also averages the scalars in rank order. Every worker does so for itself, and all must agree.
         """
-        count, scalars, layout = len(self.buckets), self.buckets[0].scalars, self._layout()
-        parts = received.split([*layout, scalars.nbytes], dim=1)
+        count, scalars, layout = len(self.buckets), self.buckets[0].scalars, self._layout(1)
+        parts = received.split([*self._layout(0), scalars.nbytes], dim=1)
         scalars.copy_(self._codec.mean(_raw(parts[-1], scalars.dtype)))
-        moved = self.scalars["steps"] * self.scalars["weight"] != 0
         payload = received.new_empty(sum(layout))
         out = payload.split(layout)
-        for i, (bucket, error) in enumerate(zip(self.buckets, self._errors(1), strict=True)):
-            self._codec.average(parts[i], out[i], self.compressions[i], bucket.flat.dtype, error, moved)
+        for i, bucket in enumerate(self.buckets):
+            self._average_chunk(i, parts[i], out[i])
             values = self._codec.mean(_raw(parts[count + i], bucket.flat.dtype))
             out[count + i].copy_(values.view(torch.uint8))
         return payload
 
+    def _average_chunk(self, i: int, rows: Tensor, out: Tensor) -> None:
+        """Averages the workers' rows of a bucket's chunk, uint8 [workers, bytes], and encodes the average to out."""
+        self._codec.average(rows, out, self.compressions[i], self.held[HELD_BACK[1]][i], moved(self.scalars))
+
     def _unpack(self, means: Tensor) -> None:
         """Decodes uint8 [workers, bytes], with the average of chunk j in row j, into the buckets."""
-        parts, count = means.split(self._layout(), dim=1), len(self.buckets)
+        parts, count = means.split(self._layout(1), dim=1), len(self.buckets)
         for i, bucket in enumerate(self.buckets):
             self._codec.decode(parts[i], self.compressions[i], bucket.payload)
             values = _raw(parts[count + i], bucket.flat.dtype).view(-1)
@@ -315,13 +279,11 @@ class Quantized(Reducer):
 
         Each worker holds the second stage's residuals of one chunk.
         """
-        held = zip(self.buckets, self._errors(0), self._errors(1), self.chunks, strict=True)
-        for bucket, own, mean, chunk in held:
-            if own is not None:
-                bucket.payload.add_(own[: bucket.numel])
-            if mean is not None:
-                part = bucket.payload[self.rank * chunk : (self.rank + 1) * chunk]
-                part.add_(mean[: len(part)], alpha=self.world_size)
+        for bucket, own in zip(self.buckets, self.held.get(HELD_BACK[0], ()), strict=False):
+            bucket.payload.add_(own[: bucket.numel])
+        for bucket, mean in zip(self.buckets, self.held.get(HELD_BACK[1], ()), strict=False):
+            part = bucket.payload[self.rank * len(mean) :][: len(mean)]
+            part.add_(mean[: len(part)], alpha=self.world_size)
 
 
 class OwnedQuantized(Quantized):
@@ -331,30 +293,16 @@ class OwnedQuantized(Quantized):
     there is one encoding, and one residual. Each payload has a whole number of blocks for each worker.
     """
 
-    feeds_back = HELD_BACK[:1]
+    encodes = HELD_BACK[:1]
 
-    def _stages(self, group: dist.ProcessGroup | None) -> Iterator[Stage]:
-        received = yield from self._exchange(group)
-        scalars, count = self.buckets[0].scalars, len(self.buckets)
-        *parts, last = received.split([*self._layout(), scalars.nbytes], dim=1)
-        scalars.copy_(self._codec.mean(_raw(last, scalars.dtype)))
-        for bucket, rows, compression in zip(self.buckets, parts[:count], self.compressions, strict=True):
-            own = bucket.payload.view(self.world_size, -1)[self.rank]
-            total, one = torch.zeros_like(own), torch.empty_like(own)
-            for row in rows.split(1) if bucket.numel else ():
-                self._codec.decode(row, compression, one)
-                total.add_(one)
-            own.copy_(total.div_(self.world_size))
-        means = [
-            self._codec.mean(_raw(rows, b.flat.dtype)) for rows, b in zip(parts[count:], self.buckets, strict=True)
-        ]
-        mean = torch.cat([m.view(torch.uint8) for m in means])
-        every = mean[None]
-        if group is not None and len(mean):
-            every = mean.new_empty(self.world_size, len(mean))
-            yield all_gather(every, mean, group)
-        for bucket, rows in zip(self.buckets, every.split([m.nbytes for m in means], dim=1), strict=True):
-            bucket.values.copy_(_raw(rows, bucket.flat.dtype).view(-1)[: len(bucket.values)])
+    def _average_chunk(self, i: int, rows: Tensor, out: Tensor) -> None:  # noqa: ARG002
+        bucket = self.buckets[i]
+        own = bucket.payload.view(self.world_size, -1)[self.rank]
+        total, one = torch.zeros_like(own), torch.empty_like(own)
+        for row in rows.split(1) if bucket.numel else ():
+            self._codec.decode(row, self.compressions[i], one)
+            total.add_(one)
+        own.copy_(total.div_(self.world_size))
 
 
 def _raw(payload: Tensor, dtype: torch.dtype) -> Tensor:

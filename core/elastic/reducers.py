@@ -100,7 +100,7 @@ class ElasticQuantized(ElasticReducer):
         self.kind, self._scalars = compression.format, scalars
         self._format: NarrowFormat = cast(NarrowFormat, compression.format)
         self._rank, self._workers = 0, 1
-        self.state = nothing_held_back(buckets, 1) if compression.error_feedback else {}
+        self.state = nothing_held_back(buckets, 1)
         self._means_before: list[Tensor] = []
 
     def count(self, rank: int, workers: int, counting: int) -> None:
@@ -123,7 +123,7 @@ class ElasticQuantized(ElasticReducer):
         (scalars := Scalars(OWN_SCALARS)).attach(self.copies[0].scalars[: len(OWN_SCALARS)])
         memory = (own, means) if own else None
         workers = self._rank, self._workers
-        self.attempt = Quantized(self.copies, scalars, *workers, self._format, bool(own), memory)
+        self.attempt = Quantized(self.copies, scalars, *workers, self._format, memory)
 
     def undo(self) -> None:
         moved, (own, means) = self._moved(), self._residuals()

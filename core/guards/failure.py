@@ -89,15 +89,13 @@ class Peers:
             if any(state == "gone" and rank not in self._failed_peers for rank, state in answers.items()):
                 break
             time.sleep(0.05)
-        by_state = {
-            state: [rank for rank in sorted(states) if states[rank] == state and rank not in self._failed_peers]
+        gone, silent, running = (
+            [rank for rank in sorted(states) if states[rank] == state and rank not in self._failed_peers]
             for state in ("gone", "silent", "running")
-        }
-        on_other_machines = [states[rank] for rank in states if self.known[rank].host != self.address.host]
-        unreachable = on_other_machines and set(on_other_machines) == {"silent"}
-        silent = [] if unreachable else by_state["silent"]
-        hanging = [] if by_state["silent"] else [rank for rank in by_state["running"] if rank in members]
-        self._found = by_state["gone"] or silent or hanging
+        )
+        on_other_machines = {states[rank] for rank in states if self.known[rank].host != self.address.host}
+        hanging = [] if silent else [rank for rank in running if rank in members]
+        self._found = gone or ([] if on_other_machines == {"silent"} else silent) or hanging
         return self._found
 
     def ask(self, ranks: Iterable[int], say: str) -> dict[int, str]:
@@ -172,14 +170,9 @@ def register(group: dist.ProcessGroup | None = None) -> None:
     _peers.register(group)
 
 
-def find_failed(members: Sequence[int] = ()) -> list[int]:
-    """See Peers.find_failed. An empty list before register()."""
-    return _peers.find_failed(members) if _peers is not None else []
-
-
 def describe_failed(members: Sequence[int] = ()) -> str:
     """Describes for a message which ranks have failed. members: see Peers.find_failed."""
-    ranks = find_failed(members)
+    ranks = _peers.find_failed(members) if _peers is not None else []
     return f"no answer from rank {', '.join(map(str, ranks))}" if ranks else UNKNOWN
 
 

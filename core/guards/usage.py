@@ -29,6 +29,16 @@ ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptim
 # worker that begins a round with its own progress raises no warning, while loaded weights are often farther off.
 TOLERANCE, ROUGHLY = 1e-3, 0.3
 FIRST, FIRST_CALLS = 2, 12  # rounds, and calls of step(), in which the loop is checked
+SYNC_NORM = (
+    "the model has SyncBatchNorm, which waits for {among} of these workers in every forward and backward pass: use "
+    "BatchNorm, whose statistics the method averages (buffers=model.buffers()), or, with a mesh, SyncBatchNorm with "
+    "process_group=mesh.get_group(1)"
+)
+AVERAGES = (
+    "the model is in {kind}, which averages gradients among {among} of these workers in every step while they wait, so "
+    "nothing is hidden: give the plain model to your loop, not that module, or, with a mesh, one over "
+    "process_group=mesh.get_group(1)"
+)
 
 
 def _warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -46,50 +56,34 @@ def _warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], gr
             "own: give buffers=model.buffers()"
         )
     for module in _instances(DistributedDataParallel, nn.SyncBatchNorm, _imported(*FSDP)):
+        of_norm = isinstance(module, nn.SyncBatchNorm)
         groups = [getattr(module, "process_group", None), getattr(module, "_inter_node_pg", None)]
-        if isinstance(module, nn.SyncBatchNorm) and groups[0] is None:
+        if of_norm and groups[0] is None:
             groups = [dist.group.WORLD]
         among = max(len(workers & _ranks(g)) for g in groups)
-        if (
-            among > 1
-            and module not in _looked_at
-            and any(id(t) in ours for t in (*module.parameters(), *module.buffers()))
-        ):
-            _looked_at.add(module)
-            module.register_forward_pre_hook(functools.partial(_before_pass, among))
+        its = (*module.parameters(), *module.buffers())
+        if among > 1 and module not in _waiting and any(id(t) in ours for t in its):
+            _waiting[module] = (SYNC_NORM if of_norm else AVERAGES).format(among=among, kind=type(module).__name__)
+            module.register_forward_pre_hook(_before_pass)
 
 
-_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that warn once they are called
+_waiting = weakref.WeakKeyDictionary[nn.Module, str]()  # modules whose next call in training warns -> the warning
 
 
-def _before_pass(among: int, module: nn.Module, args: Any) -> None:
-    """A forward pre-hook of a module in `_looked_at` until it has warned. Pickling a module keeps it."""
-    if module in _looked_at:
-        warn: Any = torch.compiler.disable(_warn_of_pass)  # compiled code would reuse the first answer
-        warn(among, module)
+def _before_pass(module: nn.Module, args: Any) -> None:
+    """A forward pre-hook of a module that was in `_waiting`. Pickling a module keeps it."""
+    if module in _waiting:
+        torch.compiler.disable(_warn_of_pass)(module)  # compiled code would reuse the first answer
 
 
-def _warn_of_pass(among: int, module: nn.Module) -> None:
-    """Warns of a module that is called while training."""
-    if module not in _looked_at or not torch.is_grad_enabled():
-        return
-    if isinstance(module, nn.SyncBatchNorm):
-        if not module.training:
-            return
-        for other in [m for m in _looked_at if isinstance(m, nn.SyncBatchNorm)]:  # one warning per model
-            _looked_at.remove(other)
-        _warn(
-            f"the model has SyncBatchNorm, which waits for {among} of these workers in every forward and backward pass:"
-            " use BatchNorm, whose statistics the method averages (buffers=model.buffers()), or, with a mesh, "
-            "SyncBatchNorm with process_group=mesh.get_group(1)"
-        )
-    elif getattr(module, "require_backward_grad_sync", True):
-        _looked_at.remove(module)
-        _warn(
-            f"the model is in {type(module).__name__}, which averages gradients among {among} of these workers in every"
-            " step while they wait, so nothing is hidden: give the plain model to your loop, not that module, or, with "
-            "a mesh, one over process_group=mesh.get_group(1)"
-        )
+def _warn_of_pass(module: nn.Module) -> None:
+    """Warns of a module that is called while training, once for all of a model."""
+    trains = torch.is_grad_enabled() and (module.training or not isinstance(module, nn.SyncBatchNorm))
+    if trains and getattr(module, "require_backward_grad_sync", True):  # no: gradient accumulation
+        text = _waiting[module]
+        for other in [m for m, its in _waiting.items() if its == text]:
+            del _waiting[other]
+        _warn(text)
 
 
 def _warn(text: str) -> None:
@@ -121,13 +115,12 @@ class UsageChecks(Hook):
     def __init__(self, model_params: Sequence[Tensor] = ()):
         self._model_params = model_params
         self._rounds = self._calls = self._idle = 0  # calls of step(), and how many of them follow no change
-        self._is_watching = True  # whether calls of step() are compared
         self._updated = False  # whether an optimizer of these parameters has stepped since the last call
         self._trained = False  # whether these parameters have changed since the method wrote them
         self._steps = 0  # optimizer steps since then, of any parameters
         self._uncounted = 0  # optimizer steps of these parameters since the last boundary
-        self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()  # -> their number of parameters
-        self._own = weakref.WeakSet[torch.optim.Optimizer]()  # optimizers of the method's parameters
+        # optimizers -> their number of parameters, and whether the method's are among them
+        self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]()
         self._unmanaged: dict[int, Tensor] = {}  # optimizers' parameters that no method averages, also frozen ones
 
     def attach(self, method: HookedMethod) -> None:
@@ -152,15 +145,14 @@ class UsageChecks(Hook):
         self._idle += not self._updated and self._last == before and self._gradients_wait()
         self._updated = False
         if 1 < self._idle < self._calls and 3 * self._idle >= self._calls:  # equal: torch counts none of the writes
-            self._is_watching = False
             warnings.warn(
                 f"in {self._idle} of the first {self._calls} calls of {self.method.name}.step() no parameter had "
                 "changed since the call before, while gradients wait: with gradient accumulation call it once after "
                 "each optimizer.step(), not after each micro-batch, because tau counts its calls",
                 stacklevel=3,
             )
-        self._is_watching = self._is_watching and (self._rounds < FIRST or self._calls < FIRST_CALLS)
-        return not self._is_watching
+            return True
+        return self._rounds >= FIRST and self._calls >= FIRST_CALLS
 
     def _gradients_wait(self) -> bool:
         """Returns whether there are gradients, all finite and not all zero."""
@@ -205,8 +197,8 @@ class UsageChecks(Hook):
 
     def on_excluded(self, where: Tensor) -> None:
         """Zeroes the state of torch's own optimizers. Other libraries' may hold what must not be zero."""
-        for optimizer in self._own:
-            if type(optimizer).__module__.startswith("torch.optim."):
+        for optimizer, (_, is_own) in self._optimizers.items():
+            if is_own and type(optimizer).__module__.startswith("torch.optim."):
                 forget(optimizer)(where)
 
     def after_param_update(self, *, at_boundary: bool) -> None:
@@ -221,26 +213,23 @@ class UsageChecks(Hook):
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The step of any optimizer of the process is about to begin."""
-        self._uncounted += optimizer in self._own
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        is_new = self._optimizers.get(optimizer) != count
-        if not (self._unchecked or self._rounds < FIRST or self._is_watching or is_new):
-            return
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        mine = [p for p in params if id(p) in self._number]
-        if mine and optimizer not in self._own:
-            self._own.add(optimizer)
-            self._uncounted += 1
-        self._optimizers[optimizer] = count
-        self._updated |= bool(mine)
-        self._trained |= any(p.grad is not None for p in mine)
-        if self._rounds < FIRST or is_new:
+        before, is_own = self._optimizers.get(optimizer, (0, False))
+        if is_new := before != len(params):
+            is_own |= any(id(p) in self._number for p in params)
+            self._optimizers[optimizer] = len(params), is_own
+        self._uncounted += is_own
+        self._updated |= is_own
+        early = self._rounds < FIRST or is_new
+        if early or self._unchecked:
+            self._trained |= is_own and any(p.grad is not None for p in params if id(p) in self._number)
+        if early:
             self._trained |= self._steps > 0 and self._start != writes(self._params)
             self._steps += 1
             known = {id(p) for checks in list(_active) for p in checks.method.trained}
             self._unmanaged |= {id(p): p for p in params if id(p) not in known}
             zero, group = _imported(*ZERO), self.method.allreduce.group
-            if mine and zero is not None and isinstance(optimizer, zero) and group is not None:
+            if is_own and zero is not None and isinstance(optimizer, zero) and group is not None:
                 over = _ranks(group) & _ranks(vars(optimizer)["process_group"])
                 if len(over) > 1:
                     raise UserError(

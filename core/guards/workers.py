@@ -83,7 +83,7 @@ class OutlierFilter(Judge):
     Attributes:
         verdict: VALID, NOT_FINITE or JUMPED, of this worker's last update, 0-d float64.
         size: Norm of this worker's last update, 0-d float64.
-        count: How many workers the last received verdicts exclude. `excludes_this`: whether they exclude this one.
+        excludes_this: Whether the last received verdicts exclude this worker.
         state: [3] float64: the running average, valid rounds so far, and the size of the last jump. Several fragments
             have a row each.
     """
@@ -91,7 +91,7 @@ class OutlierFilter(Judge):
     name, scalars, per_worker_scalars = "outlier_filter", {"squares": 1}, {"excluded": 1}
 
     def __init__(self, factor: float | None = 10.0):
-        self.factor, self.count, self.excludes_this = factor, 0, False
+        self.factor, self.excludes_this = factor, False
         self._most_steps = 0  # local steps of the longest round that was judged
 
     def attach(self, method: HookedMethod) -> None:
@@ -127,9 +127,9 @@ class OutlierFilter(Judge):
                 a worker is excluded too many times in a row.
         """
         codes = [round(verdict * info.workers / info.total_world_size) for verdict in sums["excluded"]]
-        self.count = self.method.clock.stats.excluded = len(codes) - codes.count(VALID)
+        self.method.clock.stats.excluded = count = len(codes) - codes.count(VALID)
         self.excludes_this = codes[self.method.allreduce.place] != VALID
-        if self._generation != info.generation or not self.count:
+        if self._generation != info.generation or not count:
             self._repeats, self._generation = [0] * len(codes), info.generation
         self._repeats = [n + 1 if code else 0 for n, code in zip(self._repeats, codes, strict=True)]
         remedy = "lower the learning rate, clip gradients, or check the data"
@@ -261,17 +261,12 @@ def _reaches(flag: Tensor, v: Tensor) -> bool:
 
 def described(number: int, buffer: Tensor) -> str:
     """Describes a buffer for a message: its number, the module that has it, its name there, and its shape."""
-    return f"buffer {number}{owner_of(buffer)}, of shape {list(buffer.shape)}"
-
-
-def owner_of(buffer: Tensor) -> str:
-    """Describes for a message which module has the buffer, and under which name."""
+    owner = ""
     for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
         held = vars(module).get("_buffers")
         for name, b in held.items() if isinstance(held, dict) else ():  # a ScriptModule has no dict
-            if b is buffer:
-                return f" ({name} of a {type(module).__name__})"
-    return ""
+            owner = owner or (f" ({name} of a {type(module).__name__})" if b is buffer else "")
+    return f"buffer {number}{owner}, of shape {list(buffer.shape)}"
 
 
 class NodeCheck(Hook):

@@ -8,11 +8,9 @@ from __future__ import annotations
 import atexit
 import functools
 import math
-import multiprocessing
 import os
-import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,9 @@ from ..config import CO2Config
 from ..errors import UserError
 from ..groups import of_all
 from ..stats import RoundStats
+from .loading import shield
 
 UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAFE = "call torch.serialization.add_safe_globals([{}]) where the program starts"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
@@ -149,43 +147,12 @@ class InLoop:
             leave_at_exit()
 
 
-def shield(loader: Any) -> Any:
-    """Makes a DataLoader's processes ignore stop signals, which Slurm sends to all processes of a node.
-
-    They end with their worker, which decides when to stop. Returns the loader.
-    """
-    inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders hold torch's
-    before = getattr(inner, "worker_init_fn", None)
-    if getattr(inner, "num_workers", 0) and getattr(before, "func", None) is not _begin_loading:
-        inner.worker_init_fn = functools.partial(_begin_loading, before)
-    return loader
-
-
 def shield_loaders(accelerator: Any) -> None:
     """Shields the loaders that an accelerate.Accelerator has prepared and will prepare."""
     for loader in accelerator._dataloaders:
         shield(loader)
     prepare = accelerator.prepare_data_loader
     accelerator.prepare_data_loader = lambda *args, **kwargs: shield(prepare(*args, **kwargs))
-
-
-def _begin_loading(then: Callable[[int], Any] | None, number: int) -> None:
-    for stop in STOPS:
-        signal.signal(stop, _ignore)  # not SIG_IGN, which programs that a data set starts would inherit
-    if then is not None:
-        then(number)
-
-
-def _ignore(*_: Any) -> None:
-    """Handles a signal by doing nothing."""
-
-
-@atexit.register  # runs before multiprocessing's own handler, which would wait for processes that ignore its SIGTERM
-def _end_loading() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would report their end as a failure
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()
 
 
 def save_own(

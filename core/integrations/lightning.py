@@ -29,7 +29,8 @@ from ..checkpoint.stored import plain_makers
 from ..config import CO2Config
 from ..errors import UserError
 from ..hooks import Requests
-from .common import SAFE, InLoop, check_mesh, check_model, check_optimizers, load_own, logged, save_own, shield
+from .common import SAFE, InLoop, check_mesh, check_model, check_optimizers, load_own, logged, save_own
+from .loading import shield
 
 WHO = "CO2Strategy"
 

@@ -28,7 +28,8 @@ from ..groups import local_world_size
 from ..guards.workers import forget
 from ..nodes import node_mesh
 from ..stats import RoundStats
-from .common import check_mesh, check_model, check_optimizers, config_or_recommended, leave_at_exit, shield
+from .common import check_mesh, check_model, check_optimizers, config_or_recommended, leave_at_exit
+from .loading import shield
 
 WHO = "CO2Hook"
 LOCAL = {name: spec for name, spec in REGISTRY.items() if name in METHODS and spec.local}

@@ -115,7 +115,7 @@ class Reference:
 def _layer(shape: tuple[int, ...], dtype: torch.dtype) -> Layer:
     numel = torch.Size(shape).numel()
     rows = shape[0] if len(shape) > 1 else numel
-    return Layer(0, 0, numel, rows, numel // rows, dtype.itemsize, shape)
+    return Layer(0, numel, rows, numel // rows, dtype.itemsize)
 
 
 def _rounded(x: Tensor, compression: str) -> Tensor:

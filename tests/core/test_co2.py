@@ -178,7 +178,6 @@ VARIANTS = {
     "nesterov": {"nesterov": True},
     "nesterov without delay": {"gap": "none", "delay": 0, "nesterov": True},
     "compression": {"compression": "int8"},
-    "error_feedback": {"compression": "int8", "error_feedback": False},
 }
 
 

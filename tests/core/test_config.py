@@ -189,6 +189,7 @@ REFUSED: list[Any] = [
     (lambda: SlowMoConfig(outer_lr=0.0), "outer_lr=0.0", "above 0"),
     (lambda: CompressionConfig("lgreco", like=4), "compression.like=4", "int4"),  # pyright: ignore
     (lambda: OverlapLocalConfig(pull=0.0), "pull=0.0", "(0, 1]"),
+    (lambda: OverlapLocalSGD(params(), "auto"), "tau='auto'", "give another method a number"),  # pyright: ignore
     (lambda: ThrottledLink(0), "link rate 0", "above 0"),
     (lambda: make_method("sgd", nn.Linear(1, 1)), "'sgd'", "co2, ddp, diloco, local, overlap_local, slowmo"),
     (

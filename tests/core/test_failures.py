@@ -185,7 +185,7 @@ def one_is_gone(rank: int, world_size: int, folder: str, who: int, how: str) -> 
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         return None
     time.sleep(0.5 + rank / 4)  # the last one looks when the others are through
-    found = peers.find_failed()
+    found = peers._peers.find_failed()
     if how == "stopped" and rank == 2:  # woken again, for the test to end
         os.kill(int(Path(folder, f"{who}.pid").read_text()), signal.SIGCONT)
     return found
@@ -234,7 +234,7 @@ def one_hangs(rank: int, world_size: int, folder: str, known: bool) -> list[int]
     if rank == 1:
         wait_for(Path(folder, "0"), Path(folder, "2"))
         return None
-    found = peers.find_failed(range(world_size) if known else ())
+    found = peers._peers.find_failed(range(world_size) if known else ())
     Path(folder, str(rank)).touch()
     return found
 
@@ -253,7 +253,7 @@ def failing_one_after_the_other(rank: int, world_size: int, folder: str, first: 
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
         time.sleep(0.3)
-        peers.find_failed()
+        peers._peers.find_failed()
         told.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
@@ -261,7 +261,7 @@ def failing_one_after_the_other(rank: int, world_size: int, folder: str, first: 
         return None
     wait_for(told)
     time.sleep(0.5)  # it has ended
-    found = peers.find_failed()
+    found = peers._peers.find_failed()
     through.touch()
     return found
 

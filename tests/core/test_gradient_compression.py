@@ -406,7 +406,7 @@ AUTO, INT8 = CompressionConfig("auto"), CompressionConfig("int8")
     ("name", "settings", "said"),
     [
         *((name, {"ddp_compression": INT8}, "'int8' is method ddp's own") for name in ("co2", "local", "slowmo")),
-        ("ddp", {"ddp_compression": AUTO}, "ddp_compression.format='auto' is chosen together with tau"),
+        ("ddp", {"ddp_compression": AUTO}, "compression.format='auto' is CO2's own choice, from measured times"),
         (
             "ddp",
             {"co2": CO2Config(compression=LGRECO["int4"])},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,18 +22,22 @@ from core.compression.lgreco.choices import (
     parse,
     total,
 )
-from core.compression.lgreco.reducer import in_bucket
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, written
 from tests.on_ranks import on_ranks, total_world_size
 from tests.problems import Mean
 from training.data.samples import generator
 
 
+def of_layers(mean: Mean) -> Sequence[Tensor]:
+    """The layers' elements in the payload."""
+    return mean.buckets[0].payload.split([layer.numel for layer in mean.reducer.layers])
+
+
 def train(mean: Mean, rounds: range, scale: Any = 1.0) -> None:
     for round in rounds:
         bucket = mean.buckets[0]
         bucket.payload.copy_(torch.cat([written(0, round, i, bucket.flat.dtype) for i in range(len(SHAPES))]))
-        for i, view in enumerate(in_bucket(bucket.payload, mean.reducer.layers, range(len(SHAPES)))):
+        for i, view in enumerate(of_layers(mean)):
             view.mul_(scale if isinstance(scale, float) else scale(i, round))
         mean.reduce()
 
@@ -57,7 +62,7 @@ def test_a_layer_that_is_not_finite_keeps_its_choice_and_the_others_go_on(like: 
     train(mean, range(2))
     before = list(mean.reducer.chosen)
     train(mean, range(2, 3), lambda i, round: float("nan") if i == 4 else 10.0**i)
-    bad = [bool(v.isnan().any()) for v in in_bucket(mean.buckets[0].payload, mean.reducer.layers, range(len(SHAPES)))]
+    bad = [bool(v.isnan().any()) for v in of_layers(mean)]
     assert bad[4], "what is not finite is seen by all"
     train(mean, range(3, 4))  # decides
     assert mean.reducer.chosen[4] == before[4] and mean.reducer.allocation.number == 3

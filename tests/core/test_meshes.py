@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import CO2, CO2Config, UserError, make_method
-from core.baselines.table import check_apart
 from core.comm import gather_parts, sum_parts
 from core.groups import local_world_size
 from core.nodes import node_mesh
@@ -63,15 +62,6 @@ def test_ranks_that_know_unlike_numbers_of_groups_are_told_before_they_wait_in_v
     ):
         assert "process groups, so torch would give" in refusal(make)
     CO2(model.parameters(), config, timeout=20).close()  # of all
-
-
-@pytest.mark.parametrize("name", ["overlap_local", "diloco"])
-def test_what_a_nodes_workers_would_choose_unlike_is_refused(name: str):
-    with pytest.raises(UserError, match=f"tau='auto', .* with method '{name}' and 2 workers a node"):
-        check_apart(name, CO2Config("auto"), 2)
-    check_apart(name, CO2Config("auto"), 1)
-    for other in ("co2", "ddp"):  # which agree among all, or read no tau
-        check_apart(other, CO2Config("auto"), 2)
 
 
 @on_ranks(3)

@@ -194,7 +194,7 @@ SIZES = (7000, 40)  # of a float64 or float32 bucket's parameters: several progr
 class Worker:
     """One worker's buckets and reducer, whose messages are handed over here."""
 
-    def __init__(self, rank: int, compression: Any, dtype: torch.dtype, feedback: bool, device: str):
+    def __init__(self, rank: int, compression: Any, dtype: torch.dtype, device: str):
         kinds = {dtype: SIZES, torch.float16: (0, 3), torch.bfloat16: (5, 0)}
         of = [
             [torch.zeros(n, dtype=kind, device=device) for kind, ns in kinds.items() for n in ns[i : i + 1]]
@@ -203,7 +203,7 @@ class Worker:
         self.scalars = Scalars({"steps": 1, "weight": 1})
         self.buckets = make_buckets([t for t in of[0] if len(t)], of[1], 2)
         self.scalars.attach(self.buckets[0].scalars)
-        self.reducer = Quantized(self.buckets, self.scalars, rank, WORKERS, compression, feedback)
+        self.reducer = Quantized(self.buckets, self.scalars, rank, WORKERS, compression)
 
     def write(self, seed: int, weight: float) -> None:
         for i, bucket in enumerate(self.buckets):
@@ -237,9 +237,9 @@ def exchange(workers: list[Worker]) -> list[Tensor]:
     return [*sent, *(m[None] for m in means), *(t for w in workers for t in w.all())]
 
 
-def rounds(compression: Any, dtype: torch.dtype, feedback: bool, device: str) -> list[Tensor]:
+def rounds(compression: Any, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Three reductions, of which the second moves nobody, and the last has a NaN and an infinity."""
-    workers = [Worker(rank, compression, dtype, feedback, device) for rank in range(WORKERS)]
+    workers = [Worker(rank, compression, dtype, device) for rank in range(WORKERS)]
     seen = []
     for number in range(3):
         for rank, w in enumerate(workers):
@@ -253,15 +253,13 @@ def rounds(compression: Any, dtype: torch.dtype, feedback: bool, device: str) ->
 
 @devices
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, by which the interpreter computes
-@pytest.mark.parametrize(
-    ("dtype", "feedback"), [(torch.float32, True), (torch.float32, False), (torch.float64, True)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("compression", [*NARROW_FORMATS[1:], "int2"])
-def test_bytes_means_and_errors_are_the_plain_codecs(compression, dtype, feedback, device, monkeypatch):
+def test_bytes_means_and_errors_are_the_plain_codecs(compression, dtype, device, monkeypatch):
     monkeypatch.setattr(quantized, "has_triton", lambda device: False)
-    plain = rounds(compression, dtype, feedback, device)
+    plain = rounds(compression, dtype, device)
     monkeypatch.setattr(quantized, "has_triton", lambda device: True)
-    for number, (a, b) in enumerate(zip(plain, rounds(compression, dtype, feedback, device), strict=True)):
+    for number, (a, b) in enumerate(zip(plain, rounds(compression, dtype, device), strict=True)):
         differ = (a != b).nonzero().tolist()
         if a.dtype == torch.uint8:  # a scale of -0.0
             differ = [(i, j) for i, j in differ if a[i, j - 3 : j + 1].tolist() not in ZEROS]
@@ -298,15 +296,15 @@ def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_
 
 
 def compile_the_wire_formats() -> None:
-    """Each with error feedback, of float32; int4 in every way, also where Triton takes a 1 for a constant."""
-    ways = [(compression, torch.float32, True, {}) for compression in NARROW_FORMATS[1:]]
+    """Each of float32; int4 also of float64, and where Triton takes a 1 for a constant."""
+    ways = [(compression, torch.float32, {}) for compression in NARROW_FORMATS[1:]]
     ones = {"workers": 1, "blocks": 1, "numel": 1}
-    ways += [("int4", torch.float64, True, {}), ("int4", torch.float32, False, {}), ("int4", torch.float32, True, ones)]
-    for way in (*ways, ("int2", torch.float32, True, {}), ("bfloat16", torch.float64, True, {})):
+    ways += [("int4", torch.float64, {}), ("int4", torch.float32, ones)]
+    for way in (*ways, ("int2", torch.float32, {}), ("bfloat16", torch.float64, {})):
         compile_the_wire_format(*way)
 
 
-def compile_the_wire_format(compression: Any, dtype: torch.dtype, feedback: bool, constants: dict[str, int]) -> None:
+def compile_the_wire_format(compression: Any, dtype: torch.dtype, constants: dict[str, int]) -> None:
     from core.compression import kernels as codec
     from core.compression.kernels import TYPES
 
@@ -315,11 +313,10 @@ def compile_the_wire_format(compression: Any, dtype: torch.dtype, feedback: bool
     held = {"error_ptr": wide, "moved_ptr": "*u8"}
     values = {"values_ptr": wide, "numel": "i64"}
     mean = {"workers": "i32", "out_ptr": "*u8"}
-    sends, kind = {"FEEDBACK": feedback}, {"D": TYPES[dtype]}
-    form = codec._format(compression)
+    kind, form = {"D": TYPES[dtype]}, codec._format(compression)
     for kernel, arguments, fixed in (
-        (codec.encode_kernel, values | held | rows, sends | form),
-        (codec.average_kernel, rows | held | mean, sends | form | kind),
+        (codec.encode_kernel, values | held | rows, form),
+        (codec.average_kernel, rows | held | mean, form | kind),
         (codec.decode_kernel, rows | values, form | kind),
         (
             codec.mean_kernel,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import training.prepared  # noqa: F401, transformers and lightning import torchvision
-from core.integrations.common import _end_loading
+from core.integrations.loading import end_loading
 from core.testing import run_distributed
 
 
@@ -26,4 +26,4 @@ def _as_by_torchrun(rank: int, world_size: int, fn: Callable[..., Any], *args: A
     try:
         return fn(rank, world_size, *args)
     finally:
-        _end_loading()  # as at a script's exit: a forked rank has none, and would wait for its loading processes
+        end_loading()  # as at a script's exit: a forked rank has none, and would wait for its loading processes

@@ -51,7 +51,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         f"recommended, {f}": {"co2": replace(RECOMMENDED, compression=CompressionConfig(f))}
         for f in ("float32", "int8", "int4")
     },
-    "bfloat16, no feedback": {"co2": replace(CO2, compression=CompressionConfig("bfloat16", error_feedback=False))},
     "keep_local": {"co2": replace(CO2, merge="keep_local", delay=1, gap="none")},
     "lgreco int4": {"co2": compressed("lgreco", **TWICE)},
     "lgreco top": {"co2": compressed("lgreco", "top0.01", **TWICE)},

@@ -45,7 +45,7 @@ ENTRY = MethodSpec(
 )
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "tau='auto' with a method that hides no": {"co2": CO2Config("auto")},
+    "tau='auto' is CO2's own choice": {"co2": CO2Config("auto")},
     "merge='keep_local' is CO2's own": {"co2": CO2Config(merge="keep_local", delay="auto")},
     "shard=True is CO2's own": {"shard": True},
     "elastic does not go with method='partway'": {"elastic": True},

@@ -173,7 +173,7 @@ def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pyte
         (["--optim.lr", "inf"], "optim lr=inf: give a learning rate above 0 and below 10000"),
         (["--width", "100000000000000000000"], "width=100000000000000000000: give 1000000000 or less"),
         (["--method", "ddp", "--co2.compression.format", "int8"], "compression.format='int8' is CO2's own"),
-        (["--method", "slowmo", "--co2.tau", "auto"], "tau='auto' with a method that hides no"),
+        (["--method", "slowmo", "--co2.tau", "auto"], "tau='auto' is CO2's own choice"),
         (["--method", "local", "--shard"], "shard=True is CO2's own"),
         (["--zero", "-1"], "invalid choice"),
     ],

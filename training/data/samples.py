@@ -1,11 +1,10 @@
 """The samples that a worker sees, a pure function of (seed, epoch, rank, world size), and their loading."""
 
-import atexit
 import contextlib
+import functools
 import multiprocessing.queues
 import os
 import random
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from core.checkpoint.stored import reason
 from core.errors import UserError
-from training.start.script import SIGNALS
+from core.integrations.loading import begin_loading
 
 Key = tuple[int, int, int]  # (seed, epoch, index) of a sample; its random numbers follow only from this key
 
@@ -164,7 +163,7 @@ def load_batches(
             num_workers=workers,
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
-            worker_init_fn=_begin_loading,
+            worker_init_fn=functools.partial(begin_loading, _end_unless_handed_over),
             generator=torch.Generator(),  # else the loader would draw from the generator of the model's dropout
             persistent_workers=kept,
         )
@@ -178,27 +177,14 @@ def load_batches(
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
 
-def _begin_loading(_: int) -> None:
-    """Makes a loading process ignore stop signals, which may go to all processes. It ends with its worker.
-
-    It also ends if it cannot hand over a batch. Otherwise its worker would wait for that batch forever.
-    """
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def _end_unless_handed_over(_: int) -> None:
+    """Makes a loading process end if it cannot hand over a batch. Its worker would wait for that batch forever."""
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_not_handed_over)  # pyright: ignore
 
 
 def _not_handed_over(error: Exception, _: Any) -> None:
     print(f"a loading process ends: {reason(error)}", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-@atexit.register  # runs before multiprocessing's own handler, which would wait for processes that ignore its SIGTERM
-def _end_loading() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would report their end as a failure
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()
 
 
 @contextlib.contextmanager

@@ -140,10 +140,7 @@ class RoundLog:
             return
         self._allocation = found
         self._folder.note(step, "lgreco", f"L-GreCo: {found.reason}")
-        if self._folder.writes:
-            self._folder.writer.add_text("lgreco/layers", found.table(), step)
-        numbers = {"bytes": sum(found.bytes), "uniform_bytes": found.uniform_bytes}
-        self._folder.log(step, {f"lgreco/{name}": value for name, value in numbers.items()})
+        self._folder.log(step, {"lgreco/bytes": found.bytes, "lgreco/uniform_bytes": found.uniform_bytes})
 
 
 class Trace:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -18,6 +19,7 @@ from ...comm import Stage, all_gather, sum_flats
 from ...errors import UserError, is_whole
 from .. import quantized
 from ..formats import BITS, BLOCK, BLOCK_BYTES, encode
+from ..quantized import chunk_of, moved
 
 Rule = Literal["lgreco", "uniform"]
 
@@ -81,21 +83,17 @@ class Layer:
 
     Attributes:
         bucket: Number of its bucket.
-        start: Its first element in the bucket.
         numel: Number of elements.
         rows: Rows of its matrix. A vector is a matrix of one column.
         columns: Columns of its matrix.
         itemsize: Bytes per element.
-        shape: Its own shape.
     """
 
     bucket: int
-    start: int
     numel: int
     rows: int
     columns: int
     itemsize: int
-    shape: tuple[int, ...]
 
     def offers(self, choice: Choice) -> bool:
         """Returns whether this layer has the choice and it saves bytes."""
@@ -128,22 +126,20 @@ def sent_bytes(layer: Layer, choice: Choice, world_size: int) -> float:
     return message_bytes(layer, choice) * ((n - 1) if choice.kind == "top" else 2 * (n - 1) / n)
 
 
-def padded_bytes(layers: Sequence[Layer], choices: Sequence[Choice], world_size: int) -> list[float]:
-    """Returns sent_bytes of each layer, with its share of the padding.
+def padded_bytes(layers: Sequence[Layer], choices: Sequence[Choice], world_size: int) -> float:
+    """Returns the bytes that each worker sends for all layers in one reduction.
 
-    The layers of one bucket and int format are padded to whole blocks for each worker.
+    The layers of one bucket and int format travel as one layer, padded to whole blocks for each worker.
     """
-    n = max(2, world_size)
-    sizes = [sent_bytes(layer, choice, world_size) for layer, choice in zip(layers, choices, strict=True)]
-    together: dict[tuple[int, Choice], list[int]] = {}
-    for i, (layer, choice) in enumerate(zip(layers, choices, strict=True)):
+    sizes, together, n = list[float](), defaultdict[tuple[int, Choice], int](int), max(2, world_size)
+    for layer, choice in zip(layers, choices, strict=True):
         if choice.kind == "int":
-            together.setdefault((layer.bucket, choice), []).append(i)
-    for members in together.values():
-        elements = sum(layers[i].numel for i in members)
-        for i in members:
-            sizes[i] *= n * quantized.chunk_of(elements, n) / elements
-    return sizes
+            together[layer.bucket, choice] += layer.numel
+        else:
+            sizes.append(sent_bytes(layer, choice, world_size))
+    for (_, choice), elements in together.items():
+        sizes.append(sent_bytes(replace(layers[0], numel=n * chunk_of(elements, n)), choice, world_size))
+    return math.fsum(sizes)
 
 
 def parse(text: str) -> Choice:
@@ -183,19 +179,7 @@ def family(like: Choice, most: float = math.inf) -> list[Choice]:
     return list(dict.fromkeys([RAW, like, *found]))
 
 
-def may_take(layer: Layer, choices: Sequence[Choice], like: Choice) -> list[bool]:
-    """Returns whether the layer may use each of the choices. A layer that is sent uncompressed stays uncompressed."""
-    if uniform(layer, like) == RAW:
-        return [c == RAW for c in choices]
-    return [layer.offers(c) and c != RAW for c in choices]
-
-
 ROUNDING = 16  # times epsilon times a column's norm: a remainder below this is rounding error
-
-
-def moved(scalars: Scalars) -> Tensor:
-    """Returns whether any worker has moved, 0-d bool. It is a copy, because the scalars become averages."""
-    return scalars["steps"] * scalars["weight"] != 0
 
 
 def top_k(
@@ -365,34 +349,21 @@ SUMMED = 10  # reductions whose compressed tensors are summed for the curves, as
 
 @dataclass(frozen=True)
 class Allocation:
-    """One decision, with one entry per layer in each sequence.
+    """One decision.
 
     Attributes:
         number: The reduction after which it was made.
         reason: One line for the log.
-        layers: The layers.
         choices: Each layer's choice.
-        bytes: Bytes that a worker sends for each layer in a reduction, padding included.
-        errors: Each layer's error, averaged over the workers.
-        uniform_bytes: Bytes of a reduction with the uniform setting.
+        bytes: Bytes that a worker sends in a reduction, padding included.
+        uniform_bytes: The same with the uniform setting.
     """
 
     number: int
     reason: str
-    layers: Sequence[Layer]
     choices: Sequence[Choice]
-    bytes: Sequence[float]
-    errors: Sequence[float]
+    bytes: float
     uniform_bytes: float
-
-    def table(self) -> str:
-        """Returns the layers as a Markdown table, by number."""
-        lines = ["| layer | shape | sent as | bytes | error |", "|---|---|---|---|---|"]
-        rows = zip(self.layers, self.choices, self.bytes, self.errors, strict=True)
-        for i, (layer, choice, size, error) in enumerate(rows):
-            shape = " x ".join(map(str, layer.shape)) or "1"
-            lines.append(f"| {i} | {shape} | {choice} | {size:.0f} | {error:.3g} |")
-        return "\n".join(lines)
 
 
 class Decider:
@@ -421,7 +392,10 @@ class Decider:
             raise UserError(f"compression.like={like!r} would save nothing in any parameter of this model: give less")
         most = max(min(layer.rows, layer.columns) for layer in layers)
         self.choices = family(wanted, most)
-        self.offered = torch.tensor([may_take(layer, self.choices, wanted) for layer in layers], device="cpu")
+        # a layer that the uniform setting sends uncompressed stays uncompressed
+        own = zip(layers, self.uniform, strict=True)
+        offered = [[c == u if RAW in (c, u) else layer.offers(c) for c in self.choices] for layer, u in own]
+        self.offered = torch.tensor(offered, device="cpu")
         sizes = [[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]
         self.sizes = torch.tensor(sizes, device="cpu").double()
 
@@ -436,33 +410,22 @@ class Decider:
         errors = torch.where(self.offered, curves, float("inf"))
         known = torch.where(self.offered, curves, 0.0).isfinite().all(1)
         new, rows = list(now), known.nonzero().flatten().tolist()
-        for i, choice in zip(rows, self.pick(errors, rows) if rows else (), strict=True):
-            new[i] = self.choices[choice]
-        lost = curves[torch.arange(len(new), device="cpu"), [self.choices.index(choice) for choice in new]].tolist()
-        sizes = padded_bytes(self.layers, new, self.world_size)
-        uniform_bytes = math.fsum(padded_bytes(self.layers, self.uniform, self.world_size))
+        if rows:
+            layers, like = [self.layers[i] for i in rows], [self.uniform[i] for i in rows]
+            picked = allocate(errors[rows], self.sizes[rows], [self.choices.index(choice) for choice in like])
+            chosen = [self.choices[c] for c in picked]
+            if padded_bytes(layers, like, self.world_size) < padded_bytes(layers, chosen, self.world_size):
+                chosen = like  # int formats of few elements may cost more padding than they save
+            for i, choice in zip(rows, chosen, strict=True):
+                new[i] = choice
+        sizes = [padded_bytes(self.layers, choices, self.world_size) for choices in (new, self.uniform)]
         reason = (
-            f"{sum(sizes) / 1e6:.3g} MB a reduction, uniform {self.name} {uniform_bytes / 1e6:.3g} MB; "
+            f"{sizes[0] / 1e6:.3g} MB a reduction, uniform {self.name} {sizes[1] / 1e6:.3g} MB; "
             f"{sum(a != b for a, b in zip(new, now, strict=True))} of {len(new)} layers change"
         )
         if unknown := [str(i) for i, ok in enumerate(known.tolist()) if not ok]:
             reason += f"; layers {', '.join(unknown)} are not finite and keep what they have"
-        return Allocation(number, reason, self.layers, new, sizes, lost, uniform_bytes)
-
-    def pick(self, errors: Tensor, known: list[int]) -> list[int]:
-        """Returns the index of the choice for each of the `known` layers.
-
-        Args:
-            errors: float64 [layers, choices], infinite for a choice that is not offered.
-            known: The layers whose errors are finite.
-        """
-        layers, like = [self.layers[i] for i in known], [self.choices.index(self.uniform[i]) for i in known]
-        picked = allocate(errors[known], self.sizes[known], like)
-        least, most = (
-            math.fsum(padded_bytes(layers, [self.choices[c] for c in found], self.world_size))
-            for found in (picked, like)
-        )
-        return like if most < least else picked  # int formats of few elements may cost more padding than they save
+        return Allocation(number, reason, new, *sizes)
 
 
 class Clock:

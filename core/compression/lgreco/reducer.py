@@ -27,8 +27,8 @@ from ...comm import BACKGROUND, Reducer, Stage, sum_flats
 from ...errors import UserError, log
 from ...stats import HostCopy
 from ..formats import BLOCK, INTS
-from ..quantized import Quantized, chunk_of
-from .choices import Allocation, Choice, Clock, Decider, Layer, LGrecoConfig, curve, fill, low_rank, moved, top_k
+from ..quantized import Quantized, chunk_of, moved
+from .choices import Allocation, Choice, Clock, Decider, Layer, LGrecoConfig, curve, fill, low_rank, top_k
 
 
 class Layout:
@@ -71,7 +71,7 @@ class Layout:
         self.values, self.held = (
             {i: flat[starts[i] : starts[i] + layers[i].numel] for i in mine} for flat in (staging, errors)
         )
-        self._payload = in_bucket(self.bucket.payload, layers, mine)
+        self._payload = self.bucket.payload.split([layers[i].numel for i in mine])
         self.values_sent = len(self.bucket.values)
         plain = staging[begin : end + self.values_sent]  # uncompressed layers, and the buffers
         self._buffers = plain[end - begin :]
@@ -109,18 +109,11 @@ def layers_of(buckets: Sequence[Bucket | BucketShare]) -> list[Layer]:
     """Returns every parameter that has elements, in the buckets' order."""
     layers = []
     for number, bucket in enumerate(buckets):
-        start = 0
         for p in bucket.params:
             if n := p.numel():
                 rows = p.shape[0] if p.dim() > 1 else n
-                layers.append(Layer(number, start, n, rows, n // rows, bucket.flat.element_size(), tuple(p.shape)))
-            start += n
+                layers.append(Layer(number, n, rows, n // rows, bucket.flat.element_size()))
     return layers
-
-
-def in_bucket(flat: Tensor, layers: Sequence[Layer], order: Sequence[int]) -> list[Tensor]:
-    """Returns the layers' elements in a bucket's payload, 1-d."""
-    return [flat[layers[i].start : layers[i].start + layers[i].numel] for i in order]
 
 
 NOT_FINITE, NOBODY = -1.0, -2.0  # replace a layer's curve
@@ -199,7 +192,11 @@ class LGreco(Reducer):
                 self._follow()
         layout = self._layouts[i]
         layout.gather()
-        self._sum_up(number, moved(self.scalars), i)
+        if not self.decider.fixed and self.clock.counts(number):
+            self._summands += i == 0
+            own = moved(self.scalars)
+            for layer, values in layout.values.items():
+                self._sums[layer].add_(torch.where(own, values + layout.held[layer], 0.0))
         parts = [stages(group) for stages in layout.senders]
         # The steps of these reductions run together: the first step of each, then the second of each, in this order.
         while stages := [stage for part in parts if (stage := next(part, None)) is not None]:
@@ -212,15 +209,6 @@ class LGreco(Reducer):
             self._receive(asked, number)
 
     # -- the allocation -------------------------------------------------------------------------------------
-
-    def _sum_up(self, number: int, own: Tensor, bucket: int = 0) -> None:
-        """Adds what this worker has to send in a bucket, if it has moved (`own`, 0-d bool)."""
-        if self.decider.fixed or not self.clock.counts(number):
-            return
-        self._summands += bucket == 0
-        layout = self._layouts[bucket]
-        for i, values in layout.values.items():
-            self._sums[i].add_(torch.where(own, values + layout.held[i], 0.0))
 
     def _ask(self, number: int) -> Tensor:
         """Returns this worker's errors, float64 [layers, choices], and resets the sum."""
