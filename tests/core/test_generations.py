@@ -117,7 +117,7 @@ class Worker(Members):
                 self.life = self.generation
                 return self._serve(reports)
             try:
-                self._await([f"donor/{self.generation}"])
+                self._await(lambda: self.store.has(f"donor/{self.generation}"))
             except RuntimeError:
                 self.leave()
                 continue
