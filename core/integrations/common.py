@@ -33,16 +33,12 @@ from ..stats import RoundStats
 UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAFE = "call torch.serialization.add_safe_globals([{}]) where the program starts"
+torch.serialization.add_safe_globals(plain_makers())  # a schedule computed by NumPy leaves its scalars in a checkpoint
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
 
 def config_or_recommended(config: CO2Config | None, steps: float = math.inf) -> CO2Config:
-    """Returns the config, or CO2Config.recommended.
-
-    Args:
-        config: The user's settings, or None.
-        steps: Number of optimizer steps of the run; infinite if unknown.
-    """
+    """Returns the config, or CO2Config.recommended for so many optimizer steps, infinite if their number is unknown."""
     known = int(steps) if 1 <= steps < math.inf else None
     return config or CO2Config.recommended(steps=known)
 
@@ -110,25 +106,28 @@ def _workers() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def make_co2(model: nn.Module, config: CO2Config | None, steps: float, options: dict[str, Any]) -> CO2:
+    """Makes CO2, after the initial weights are loaded. Rank 0's weights go to all workers."""
+    given: dict[str, Any] = {"buffers": model.buffers()} | options
+    return CO2(model.parameters(), config_or_recommended(config, steps), **given)
+
+
 class InLoop:
-    """CO2 in a trainer's loop, a base class of the object that the trainer calls.
+    """A method in a trainer's loop, a base class of the object that the trainer calls.
 
     Attributes:
-        co2: The CO2 object while training runs, else None.
+        co2: The method while training runs, else None.
     """
 
-    co2: CO2 | None = None
+    co2: Any = None
 
-    def begin_co2(self, model: nn.Module, config: CO2Config | None, steps: float, options: dict[str, Any]) -> None:
-        """Makes CO2, after the initial weights are loaded. Rank 0's weights go to all workers."""
-        given: dict[str, Any] = {"buffers": model.buffers()} | options
-        self.co2 = CO2(model.parameters(), config_or_recommended(config, steps), **given)
-        self._closed = self.co2.stats  # of the last round that closed; an open round's statistics are incomplete
+    def begin_co2(self, method: Any) -> None:
+        self.co2 = method
+        self._closed = method.stats  # of the last round that closed; an open round's statistics are incomplete
         self._is_one_model = self._unlogged = False
 
     def step_co2(self, *, last: bool = False) -> None:
         """Counts one optimizer update. Call it after every update, also after one that a GradScaler skipped."""
-        assert self.co2 is not None
         self._is_one_model = False
         if self.co2.step(last=last):
             self._closed, self._unlogged = self.co2.stats, True
@@ -171,13 +170,9 @@ def shield_loaders(accelerator: Any) -> None:
 
 def _begin_loading(then: Callable[[int], Any] | None, number: int) -> None:
     for stop in STOPS:
-        signal.signal(stop, _ignore)  # not SIG_IGN, which programs that a data set starts would inherit
+        signal.signal(stop, lambda *_: None)  # not SIG_IGN, which programs that a data set starts would inherit
     if then is not None:
         then(number)
-
-
-def _ignore(*_: Any) -> None:
-    """Handles a signal by doing nothing."""
 
 
 @atexit.register  # runs before multiprocessing's own handler, which would wait for processes that ignore its SIGTERM
@@ -233,14 +228,8 @@ def load_own(
 ) -> None:
     """Loads what save_own wrote. Every worker must call it.
 
-    If n workers wrote the checkpoint and n has changed, rank r loads the state of rank r modulo n.
-
-    Args:
-        who: Name of the integration, for error messages.
-        folder: Folder of the workers' files.
-        rank: This worker's rank.
-        weights_only: As for torch.load. With False the file may run code.
-        **parts: As for save_own.
+    If n workers wrote the checkpoint and n has changed, rank r loads the state of rank r modulo n. Without weights_only
+    a file may run code.
 
     Raises:
         UserError: On all workers, if files are missing or are not of one checkpoint.
@@ -250,8 +239,7 @@ def load_own(
     if not (path := Path(folder, f"rank{rank}.pt")).exists():
         path = path.with_name(f"rank{rank % max(files, 1)}.pt")
     try:
-        with torch.serialization.safe_globals(plain_makers()):  # a schedule computed by NumPy leaves its scalars
-            saved = torch.load(path, map_location="cpu", weights_only=weights_only) if files else saved
+        saved = torch.load(path, map_location="cpu", weights_only=weights_only) if files else saved
     except Exception as error:  # any error: a worker that raised here would leave the other workers waiting
         problem = f"{path} cannot be read ({reason(error)}): resume from an older checkpoint"
     if not files:
