@@ -131,7 +131,7 @@ def compressions(params: int, among: Link, device: torch.device, timeout: float)
 
 
 def extrapolated(took: float, size: int, params: int, each: float, among: Link) -> float:
-    """Returns the estimated seconds of a reduction of the whole model, whose sample of `size` parameters `took` seconds.
+    """Returns the seconds of a reduction of the whole model, estimated from a sample of `size` that `took` seconds.
 
     The estimate is the link's time for all bytes, of which each parameter has `each`, plus the sample's time beyond its
     link time (such as for encoding) in proportion to the parameters.
