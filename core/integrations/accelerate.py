@@ -39,8 +39,8 @@ class CO2Training(CO2):
     unless you give the DataLoader generator=torch.Generator(). Random augmentation in loading processes then begins
     anew.
 
-    save_state() refuses objects that load_state() would not read back. load_state(load_kwargs={"weights_only": False})
-    reads them, and may run code from the file. Loading processes ignore stop signals, and end with their worker.
+    save_state() refuses objects that load_state() would not read back. Loading processes ignore stop signals, and end
+    with their worker.
 
     Args:
         accelerator: The accelerator that prepared the optimizer.
@@ -108,16 +108,15 @@ class CO2Training(CO2):
 
     def _save_own(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         self.finish()  # rank 0 writes the weights next; they share the parameters' memory
-        common.save_own(f"{folder}/co2", self.accelerator.process_index, who=WHO, **self._parts())
+        common.save_own(WHO, f"{folder}/co2", self.accelerator.process_index, **self._parts())
 
     def _remember(self, models: list[nn.Module], folder: str) -> None:
         self._folder = folder
 
-    def _load_own(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def _load_own(self, *args: Any, **kwargs: Any) -> None:
         """Runs load_state(), which loads rank 0's model and optimizer, and then loads this worker's own state."""
-        self._load_state(input_dir, load_kwargs, **kwargs)
-        weights_only, rank = (load_kwargs or {}).get("weights_only", True), self.accelerator.process_index
-        common.load_own(WHO, f"{self._folder}/co2", rank, weights_only=weights_only, **self._parts())
+        self._load_state(*args, **kwargs)
+        common.load_own(WHO, f"{self._folder}/co2", self.accelerator.process_index, **self._parts())
 
     def _parts(self) -> dict[str, Any]:
         schedules = {f"schedule{i}": schedule for i, schedule in enumerate(self.accelerator._schedulers)}

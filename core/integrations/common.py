@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..checkpoint.runs import restore_optimizer
-from ..checkpoint.stored import plain_makers, reason, unreadable
+from ..checkpoint.stored import load_safely, plain_makers, reason, unreadable
 from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
@@ -33,7 +33,7 @@ from ..stats import RoundStats
 UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAFE = "call torch.serialization.add_safe_globals([{}]) where the program starts"
-torch.serialization.add_safe_globals(plain_makers())  # a schedule computed by NumPy leaves its scalars in a checkpoint
+torch.serialization.add_safe_globals(plain_makers())  # a schedule computed by NumPy leaves its scalars in checkpoints
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
 
@@ -183,27 +183,15 @@ def _end_loading() -> None:
             process.kill()
 
 
-def save_own(
-    folder: str | os.PathLike[str],
-    rank: int,
-    *,
-    who: str = "CO2",
-    remedy: str = SAFE,
-    weights_only: bool | None = True,
-    beside: Mapping[str, Any] | None = None,
-    **parts: Any,
-) -> None:
+def save_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
     """Writes this worker's own state next to the trainer's checkpoint, which has the model, equal on all workers.
 
     Every worker must call it.
 
     Args:
+        who: Name of the integration, for error messages.
         folder: Local folder that all workers can reach.
         rank: This worker's rank.
-        who: Name of the integration, for error messages.
-        remedy: How torch.load can read more classes, with {} for their names.
-        weights_only: How the trainer will read its checkpoint, as for torch.load.
-        beside: More of the trainer's own checkpoint, which is checked and not written.
         **parts: Objects with a state_dict(), by name, or None. "co2" is required.
 
     Raises:
@@ -213,9 +201,7 @@ def save_own(
         raise UserError(f"{folder}: each worker writes its own file: save to a folder that all workers can reach")
     written: dict[str, Any] = {"workers": _workers(), "rounds": parts["co2"].rounds}
     written |= {name: part.state_dict() for name, part in parts.items() if part is not None}
-    load = functools.partial(torch.load, weights_only=weights_only)
-    problem = unreadable(written, remedy, load) or unreadable(dict(beside or {}), remedy, load)
-    if problem := next(filter(None, of_all(problem)), ""):
+    if problem := next(filter(None, of_all(unreadable(written, SAFE))), ""):
         raise UserError(f"{who}: {problem}")
     path = Path(folder, f"rank{rank}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,13 +209,10 @@ def save_own(
     path.rename(path.with_suffix(".pt"))
 
 
-def load_own(
-    who: str, folder: str | os.PathLike[str], rank: int, *, weights_only: bool | None = True, **parts: Any
-) -> None:
+def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
     """Loads what save_own wrote. Every worker must call it.
 
-    If n workers wrote the checkpoint and n has changed, rank r loads the state of rank r modulo n. Without weights_only
-    a file may run code.
+    If n workers wrote the checkpoint and n has changed, rank r loads the state of rank r modulo n.
 
     Raises:
         UserError: On all workers, if files are missing or are not of one checkpoint.
@@ -239,7 +222,7 @@ def load_own(
     if not (path := Path(folder, f"rank{rank}.pt")).exists():
         path = path.with_name(f"rank{rank % max(files, 1)}.pt")
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=weights_only) if files else saved
+        saved = load_safely(path) if files else saved
     except Exception as error:  # any error: a worker that raised here would leave the other workers waiting
         problem = f"{path} cannot be read ({reason(error)}): resume from an older checkpoint"
     if not files:
@@ -248,10 +231,8 @@ def load_own(
         problem = f"{folder} has {files} of {saved['workers']} workers' files, which {UNFINISHED}"
     elif saved and saved["workers"] != _workers():
         parts.pop("random", None)  # else several workers would draw the same
-    if saved and (lacks := sorted(parts.keys() - saved.keys())):
-        problem = (
-            problem or f"a file in {folder} holds no {lacks[0]}: resume with the settings of the run that saved it"
-        )
+    if saved and not problem and (lacks := sorted(parts.keys() - saved.keys())):
+        problem = f"a file in {folder} holds no {lacks[0]}: resume with the settings of the run that saved it"
     reported = of_all((problem, f"{saved.get('workers')} {saved.get('rounds')}"))
     if problem := next((problem for problem, _ in reported if problem), ""):
         raise UserError(f"{who}: {problem}")

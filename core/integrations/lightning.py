@@ -8,7 +8,6 @@ Lightning 2.6 broadcasts rank 0's SIGTERM flag before every batch, so that worke
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import signal
@@ -46,10 +45,10 @@ class CO2Strategy(common.InLoop, DDPStrategy):
     numbers. Random augmentation in loading processes begins anew. In mid-epoch, Lightning begins the epoch's batches
     anew, unless the loader has state_dict() and load_state_dict().
 
-    A save refuses objects that fit(ckpt_path=...) would not read back. fit(weights_only=False) writes and reads them,
-    and may run code from the file. At SIGTERM, and at Slurm's signal before a requeue, all workers stop at the same
-    round boundary. Loading processes ignore these signals, and end with their worker. After another exception, a
-    checkpoint of ModelCheckpoint(save_on_exception=True) holds the model of rank 0, which no all-reduce has averaged.
+    A save refuses objects in this folder that fit(ckpt_path=...) would not read back. At SIGTERM, and at Slurm's signal
+    before a requeue, all workers stop at the same round boundary. Loading processes ignore these signals, and end with
+    their worker. After another exception, a checkpoint of ModelCheckpoint(save_on_exception=True) holds the model of
+    rank 0, which no all-reduce has averaged.
 
     The models of WeightAveraging and EMAWeightAveraging are averaged with the model, unless you give average=.
 
@@ -73,7 +72,6 @@ class CO2Strategy(common.InLoop, DDPStrategy):
         self._config, self._options = config, options
         self._events: _Events | None = None
         self._loaded = ""  # the checkpoint that this run resumes from
-        self._weights_only: bool | None = None  # fit()'s argument
 
     def configure_ddp(self) -> None:
         """Leaves the model unwrapped."""
@@ -82,7 +80,6 @@ class CO2Strategy(common.InLoop, DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._weights_only = _weights_only()
         assert self.model is not None
         common.check_model(WHO, self.model)
         common.check_optimizers(WHO, len(self.optimizers))
@@ -144,10 +141,7 @@ class CO2Strategy(common.InLoop, DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.co2 is not None and "optimizer_states" in checkpoint:
             own = f"{self.broadcast(str(filepath))}.co2"  # Slurm's next number may be used up when a later worker looks
-            remedy, read = f"{common.SAFE}, or give fit(weights_only=False)", self._weights_only
-            beside = {key: held for key, held in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-            how: dict[str, Any] = {"who": WHO, "remedy": remedy, "weights_only": read, "beside": beside}
-            common.save_own(own, self.global_rank, **how, **self._parts())
+            common.save_own(WHO, own, self.global_rank, **self._parts())
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -173,8 +167,7 @@ class CO2Strategy(common.InLoop, DDPStrategy):
             return
         self._events.take_signals(self.cluster_environment)
         if self._loaded:
-            own, read = f"{self._loaded}.co2", self._weights_only
-            common.load_own(WHO, own, self.global_rank, weights_only=read, **self._parts())
+            common.load_own(WHO, f"{self._loaded}.co2", self.global_rank, **self._parts())
             self._loaded = ""
 
     def _parts(self) -> dict[str, Any]:
@@ -199,14 +192,6 @@ class CO2Strategy(common.InLoop, DDPStrategy):
         self._loaded = ""
         self.end_co2()
         super().teardown()
-
-
-def _weights_only() -> bool | None:
-    """Returns the weights_only that fit() was given, which Lightning only hands to the loading of a checkpoint."""
-    frame: Any = inspect.currentframe()
-    while frame and frame.f_code is not Trainer._run.__code__:
-        frame = frame.f_back
-    return frame.f_locals.get("weights_only") if frame else None
 
 
 class _Events(Callback):

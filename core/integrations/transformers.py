@@ -142,7 +142,7 @@ class CO2Callback(common.InLoop, TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not args.save_only_model:
             folder = f"{args.output_dir}/checkpoint-{state.global_step}/co2"
-            common.save_own(folder, args.process_index, who=WHO, **self._parts())
+            common.save_own(WHO, folder, args.process_index, **self._parts())
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.end_co2()  # without finish(), which would overwrite the weights that load_best_model_at_end loaded
