@@ -170,15 +170,11 @@ class Agent:
     """One node's launcher, with its workers and their restarts.
 
     Args:
-        spawn: Starts a worker with these environment variables. Returns its process, as subprocess.Popen does.
-        workers: Number of ranks on each node.
+        spawn: Starts a rank with these environment variables. Returns its process, as subprocess.Popen does.
+        workers: Number of ranks on each of the `nodes`, of which `island` consecutive ones are a worker.
         restarts: How often each worker is restarted.
-        node: This node's number.
-        nodes: Number of nodes.
-        host: Address of the store, which the first node serves.
-        port: Port of the store; 0 for any.
+        host: Address of the store, which the first node serves at `port`; 0 for any.
         etcd: URL of an EtcdStore to use instead. No launcher must then live longer than the run.
-        island: Number of ranks of each worker, consecutive ones of a node.
     """
 
     def __init__(

@@ -84,11 +84,11 @@ class CO2Strategy(common.InLoop, DDPStrategy):
         common.check_model(WHO, self.model)
         common.check_optimizers(WHO, len(self.optimizers))
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
-            raise UserError(
-                f"{WHO}: StochasticWeightAveraging keeps an average of its own on each worker: use WeightAveraging"
-            )
         for callback in callbacks:
+            if isinstance(callback, StochasticWeightAveraging):
+                raise UserError(
+                    f"{WHO}: StochasticWeightAveraging keeps an average of its own on each worker: use WeightAveraging"
+                )
             if isinstance(callback, BaseFinetuning):
                 raise UserError(
                     f"{WHO}: {type(callback).__name__} unfreezes layers during training, and CO2 averages only layers "
@@ -105,20 +105,19 @@ class CO2Strategy(common.InLoop, DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning calls it later, and then keeps what is set
-        current: Any = self._module.trainer.fit_loop.epoch_progress.current
-        _set_sampler_epoch(dataloader, current.processed)  # Lightning sets it after loading processes have begun
+        epoch = self._module.trainer.fit_loop.epoch_progress.current.processed
+        _set_sampler_epoch(dataloader, epoch)  # Lightning sets it after loading processes have begun
         return common.shield(dataloader)
 
     @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
+    def _module(self) -> Any:
         return self.lightning_module
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.step_co2()
         trainer = self._module.trainer
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        every = trainer.log_every_n_steps
         if every and (trainer.global_step + 1) % every == 0:
             self.log_round()
         return result
@@ -163,7 +162,7 @@ class CO2Strategy(common.InLoop, DDPStrategy):
         """Called after all workers have loaded rank 0's checkpoint and Lightning has set its signal handlers."""
         super().on_train_start()
         assert self._events is not None
-        if self._events not in self._module.trainer.callbacks:  # type: ignore[attr-defined] # the finder's own loop
+        if self._events not in self._module.trainer.callbacks:  # the learning rate finder's own loop
             return
         self._events.take_signals(self.cluster_environment)
         if self._loaded:
