@@ -33,14 +33,9 @@ class CO2Training(CO2):
 
     Call step() after every batch and finish() before an evaluation. Log what metrics() returns. Inside the block,
     save_state() first calls finish(). save_state() and load_state() also write and read each worker's own optimizer,
-    schedules and outer state, in co2/rankN.pt. A run that was saved between two epochs resumes bit for bit,
-    if a loader that shuffles has accelerate's use_seedable_sampler. In mid-epoch, skip the batches that were trained on
-    with accelerate's skip_first_batches(). A new iteration draws from torch's global generator, which changes dropout,
-    unless you give the DataLoader generator=torch.Generator(). Random augmentation in loading processes then begins
-    anew.
-
-    save_state() refuses objects that load_state() would not read back. Loading processes ignore stop signals, and end
-    with their worker.
+    schedules and outer state, in co2/rankN.pt, and save_state() refuses objects there that load_state() would not read
+    back. docs/integrations.md says which settings of a loader resume bit for bit. Loading processes ignore stop
+    signals, and end with their worker.
 
     Args:
         accelerator: The accelerator that prepared the optimizer.

@@ -40,15 +40,12 @@ class CO2Strategy(common.InLoop, DDPStrategy):
     log_every_n_steps.
 
     Next to FILE.ckpt, a folder FILE.ckpt.co2 holds each worker's optimizer, schedules, outer state and torch's random
-    states. fit(ckpt_path=...) restores them exactly. The data is Lightning's part: a run that was saved between
-    two epochs resumes bit for bit, if the DataLoader has generator=torch.Generator() or the model draws no random
-    numbers. Random augmentation in loading processes begins anew. In mid-epoch, Lightning begins the epoch's batches
-    anew, unless the loader has state_dict() and load_state_dict().
+    states. fit(ckpt_path=...) restores them exactly, and a save refuses objects there that it would not read back. The
+    data is Lightning's part: docs/integrations.md says which loaders resume bit for bit.
 
-    A save refuses objects in this folder that fit(ckpt_path=...) would not read back. At SIGTERM, and at Slurm's signal
-    before a requeue, all workers stop at the same round boundary. Loading processes ignore these signals, and end with
-    their worker. After another exception, a checkpoint of ModelCheckpoint(save_on_exception=True) holds the model of
-    rank 0, which no all-reduce has averaged.
+    At SIGTERM, and at Slurm's signal before a requeue, all workers stop at the same round boundary. Loading processes
+    ignore these signals, and end with their worker. After another exception, a checkpoint of
+    ModelCheckpoint(save_on_exception=True) holds the model of rank 0, which no all-reduce has averaged.
 
     The models of WeightAveraging and EMAWeightAveraging are averaged with the model, unless you give average=.
 

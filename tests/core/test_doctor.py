@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from core import CO2Config
-from core.doctor import command, measure
-from core.doctor.command import failures, header, own_facts
+from core.doctor import __main__ as command
+from core.doctor import measure
+from core.doctor.__main__ import failures, header, own_facts
 from core.doctor.measure import Link, extrapolated
 from core.doctor.report import choose, screen
 from core.testing import run_distributed
