@@ -58,13 +58,19 @@ class Coordinator:
     """Lists the generations of workers of some nodes, in the first node's launcher."""
 
     def __init__(self, store: SealedStore, nodes: int):
-        self.store, self.nodes = store, nodes
-        self.generation, self.members = 0, list[str]()
-        self.out: list[str] = []  # silent workers, which their launchers end; they never count as alive again
-        self._listed_at, self._formed = 0.0, False  # when the generation was listed; whether all of it has reported
+        self.store, self.nodes, self.generation = store, nodes, 0
+        self._tells_at = time.monotonic() + SILENCE  # when it says that a node is missing
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Continues from the last generation, if any. Nodes count as alive until they are silent for SILENCE s."""
+        while self.store.has(f"generation/{self.generation + 1}"):
+            self.generation += 1
+        self.members: list[str] = self.store.read(f"generation/{self.generation}", {"names": []})["names"]
+        self.out: list[str] = self.store.read("out", [])  # silent ones, which their launchers end: never alive again
+        self._listed_at, self._formed = time.monotonic(), False  # of the generation; whether all of it has reported
         self._waits_since: float | None = None  # start of the wait for members to come to the next generation
         self._beats: dict[int, tuple[int, float]] = {}  # each node's last beat, and when it was seen
-        self._tells_at = time.monotonic() + SILENCE  # when it says that a node is missing
 
     def look(self) -> None:
         """Lists the next generation if it is due."""
@@ -121,12 +127,11 @@ class Coordinator:
         """Returns the names of the workers that are alive, or None until all nodes have started theirs."""
         alive: list[str] = []
         for node in range(self.nodes):
-            if not self.store.has(f"node/{node}"):
+            if (told := self.store.read(f"node/{node}", None)) is None:
                 if time.monotonic() > self._tells_at:
                     say(f"waiting for the launcher of node {node} (--node-rank {node})")
                     self._tells_at = math.inf
                 return None
-            told = json.loads(self.store.get(f"node/{node}"))
             beat, seen = self._beats.get(node, (-1, 0.0))
             if told["beat"] != beat:
                 self._beats[node] = told["beat"], (seen := time.monotonic())
@@ -151,14 +156,6 @@ class ElectedCoordinator(Coordinator):
                 super().look()
         except NotLeading:
             self.election.lose()
-
-    def _take_over(self) -> None:
-        """Continues from the last generation. Nodes count as alive until they are silent for SILENCE seconds."""
-        while self.store.has(f"generation/{self.generation + 1}"):
-            self.generation += 1
-        self.members = json.loads(self.store.get(f"generation/{self.generation}"))["names"] if self.generation else []
-        self.out = json.loads(self.store.get("out")) if self.store.has("out") else []
-        self._listed_at, self._formed, self._waits_since, self._beats = time.monotonic(), False, None, {}
 
     def _list(self, names: list[str], planned: bool) -> None:
         super()._list(names, planned)
@@ -221,8 +218,8 @@ class Agent:
                 raise UserError(f"--store {etcd}: the run of this name has ended: give another name")
             own = EtcdStore(etcd, node)
             self.coordinator = ElectedCoordinator(own, self._sealed(own), node, nodes)
-            if self.store.has(f"node/{node}"):  # a launcher of this node was lost: no name is used twice
-                self.started = [n + 1 for n in json.loads(self.store.get(f"node/{node}"))["started"]]
+            if told := self.store.read(f"node/{node}", None):  # a launcher of this node was lost: no name is used twice
+                self.started = [n + 1 for n in told["started"]]
         self._poll = 10 * POLL if etcd else POLL
         self.finished = False  # whether a worker has finished the run
         self._ends_them = False  # whether the launcher itself kills the remaining workers
@@ -259,7 +256,7 @@ class Agent:
 
     def look(self) -> None:
         """Restarts workers that have died, ends silent ones, and lists the next generation if it is due."""
-        out = {*(json.loads(self.store.get("out")) if self.store.has("out") else []), *self._silent()}
+        out = {*self.store.read("out", []), *self._silent()}
         for ranks in self._ranks_of.values():
             running = [self.processes[slot] for slot in ranks if self.processes[slot].poll() is None]
             if running and (name := self.name(ranks[0])) in out:

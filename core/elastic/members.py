@@ -256,10 +256,10 @@ class Members:
             with socket.create_connection(address, self.timeout) as connection, connection.makefile("rb") as sent:
                 connection.sendall(self.store.proof(where) + b"\n")
                 data = sent.read(int(size))
+            if len(data) < int(size):
+                raise OSError("the sender has gone")
         except OSError as error:
             raise RuntimeError(f"the state cannot be fetched: {error}") from None
-        if len(data) < int(size):
-            raise RuntimeError("the state cannot be fetched: the sender has gone")
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
     def end(self) -> None:

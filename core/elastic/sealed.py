@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,10 @@ class SealedStore:
     def get(self, key: str) -> bytes:
         """Returns the value, or waits for it. Raises UserError if another secret has written it."""
         return self._open(key, self._ask(self.plain.get, key))
+
+    def read(self, key: str, default: Any) -> Any:
+        """Returns the JSON value, or `default` if the key is not set."""
+        return json.loads(self.get(key)) if self.has(key) else default
 
     def has(self, *keys: str) -> bool:
         """Returns whether all keys are set."""
