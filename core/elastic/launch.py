@@ -211,7 +211,7 @@ class Agent:
         self.started = [0] * (workers // island)  # restarts of each worker
         self._failed: dict[int, int] = {}  # the first status of each worker of which a rank has failed
         self.status, self.signalled, self._beat = 0, 0, 0
-        self._beats: dict[str, tuple[bytes, float]] = {}  # each worker's last beat, and seconds since it was seen
+        self._beats: dict[str, tuple[bytes, float]] = {}  # each rank's last beat, and seconds since it was seen
         self._heard_at = time.monotonic()  # when the beats were read
         if etcd:
             if self.store.has("over"):
@@ -256,7 +256,7 @@ class Agent:
 
     def look(self) -> None:
         """Restarts workers that have died, ends silent ones, and lists the next generation if it is due."""
-        out = {*self.store.read("out", []), *self._silent()}
+        out = self._silent() | {*self.store.read("out", [])}
         for ranks in self._ranks_of.values():
             running = [self.processes[slot] for slot in ranks if self.processes[slot].poll() is None]
             if running and (name := self.name(ranks[0])) in out:
@@ -279,30 +279,28 @@ class Agent:
         if self.coordinator:
             self.coordinator.look()
 
-    def _silent(self) -> list[str]:
+    def _silent(self) -> set[str]:
         """Returns the workers whose last beat is older than their timeout. Stops of this launcher do not count."""
-        now = time.monotonic()
+        now, silent = time.monotonic(), set[str]()
         passed = min(now - self._heard_at, 2 * BEAT)
         if passed < BEAT:
-            return []
+            return silent
         before, self._beats, self._heard_at = self._beats, {}, now
         for slot in self.processes:
-            name = self._rank_name(slot)
-            if self.store.has(key := f"beat/{name}"):
-                beat, (last, since) = self.store.get(key), before.get(name, (b"", 0.0))
-                self._beats[name] = beat, since + passed if beat == last else 0.0
-        patience = float(self.store.get("patience")) if self._beats else 0.0
-        silent = [name for name, (_, since) in self._beats.items() if since > patience]
-        return [".".join(name.split(".")[:2]) for name in silent]
+            if self.store.has(key := self._beat_of(slot)):
+                beat, (last, since) = self.store.get(key), before.get(key, (b"", 0.0))
+                self._beats[key] = beat, (since := since + passed if beat == last else 0.0)
+                silent |= {self.name(slot)} if since > float(self.store.get("patience")) else set()
+        return silent
 
     def name(self, slot: int) -> str:
         """Returns the name of the worker that was started last in a slot."""
         worker = slot // self.island
         return f"{self.node * len(self.started) + worker}.{self.started[worker]}"
 
-    def _rank_name(self, slot: int) -> str:
-        """Returns the name under which a rank writes its beats, see Members."""
-        return self.name(slot) + (f".{slot}" if slot % self.island else "")
+    def _beat_of(self, slot: int) -> str:
+        """Returns the key under which a rank writes its beats, see Members."""
+        return f"beat/{self.name(slot)}.{slot}"
 
     @property
     def _ranks_of(self) -> dict[int, list[int]]:
@@ -311,7 +309,7 @@ class Agent:
 
     def _ended(self, slot: int, status: int) -> None:
         over = self.store.has("over")
-        if status == 0 and (over or not self.store.has(f"beat/{self._rank_name(slot)}")):  # or a dry run
+        if status == 0 and (over or not self.store.has(self._beat_of(slot))):  # or a dry run
             if over and not self.finished:  # others end soon, unless they are stopped
                 self._deadline = min(self._deadline, time.monotonic() + float(self.store.get("patience")))
             self.finished = True

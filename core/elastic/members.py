@@ -105,7 +105,7 @@ class Members:
         self.group: dist.ProcessGroup | None = None
         self.island = env_number("CO2_ISLAND", 1, least=1)
         self.island_rank = (slot := env_number("LOCAL_RANK", 0)) % self.island  # 0: the leader, see island.py
-        self._beats = f"beat/{name}" + (f".{slot}" if self.island_rank else "")
+        self._beats = f"beat/{name}.{slot}"
         self._form_within = FORM_WITHIN[0]
         self.store.set("patience", str(timeout))
         threading.Thread(target=self._beat).start()
