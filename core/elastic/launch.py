@@ -192,8 +192,10 @@ class Agent:
         self.spawn, self.workers, self.restarts, self.node, self.nodes = spawn, workers, restarts, node, nodes
         self.island = island
         try:
-            store = _serve(host, port, alone=nodes == 1) if not etcd and node == 0 else None
-            self._served: Any = EtcdStore(etcd, node) if etcd else store or _store(host, port)
+            if etcd:
+                self._served: Any = EtcdStore(etcd, node)
+            else:
+                self._served = _serve(host, port, alone=nodes == 1) if node == 0 else _store(host, port)
             self._served.check([""])
         except (RuntimeError, OSError) as error:
             reason = str(error).splitlines()[0]
