@@ -67,7 +67,8 @@ class Coordinator:
         while self.store.has(f"generation/{self.generation + 1}"):
             self.generation += 1
         self.members: list[str] = self.store.read(f"generation/{self.generation}", {"names": []})["names"]
-        self.out: list[str] = self.store.read("out", [])  # silent ones, which their launchers end: never alive again
+        # silent workers, which their launchers end; they never count as alive again
+        self.out: list[str] = self.store.read("out", [])
         self._listed_at, self._formed = time.monotonic(), False  # of the generation; whether all of it has reported
         self._waits_since: float | None = None  # start of the wait for members to come to the next generation
         self._beats: dict[int, tuple[int, float]] = {}  # each node's last beat, and when it was seen

@@ -322,7 +322,7 @@ class Members:
 def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:
     """Returns whether a sum counts: one worker has gone on from it, or all hold its result.
 
-    `reports` are of all workers, with None for a worker without state. `what` is the kind of sum, a key of a report.
+    `reports` has all workers' reports, None for a worker without state. `what` is the kind of sum, a key of a report.
     """
     known = [r for r in reports if r is not None]
     if any(r[what] > number or (r[what] == number and r[f"{what}_phase"] == AGREED) for r in known):

@@ -29,7 +29,7 @@ from ..local_update import OWN_SCALARS
 class ElasticReducer(Reducer):
     """Sums copies of the buckets, or of a fragment's parts of them, in their own precision.
 
-    `copies` are what is reduced, one flat copy per bucket. An empty list makes new ones.
+    The collectives sum `copies`, one flat copy per bucket. An empty list makes new ones.
     """
 
     def __init__(self, buckets: Sequence[Bucket | BucketShare]):
@@ -44,7 +44,7 @@ class ElasticReducer(Reducer):
     def begin(self, rank: int, workers: int, counting: int) -> None:  # noqa: ARG002
         """Begins an attempt with copies of what this worker sends.
 
-        Of the `workers`, among which this one has `rank`, `counting` count in the average. The others send zeros.
+        This worker has `rank` among `workers`. Only `counting` of them count in the average, and the others send zeros.
         """
         self.scale = 1 / counting
         if [len(part.flat) for part in self.copies] != [len(b.payload) + len(b.rest) for b in self._of]:
