@@ -11,8 +11,9 @@ survivors.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class ElasticAllReduce(AsyncAllReduce):
         self.phase = AGREED
         self.counts, self.asked = True, False
         self._spared: tuple[int, int] = 0, 0  # number of a reduction, and of the workers that do not count in it
-        self._pending: list[Callable[[], bool]] = []  # whether each collective that was left to itself still goes on
+        self._stuck: list[threading.Thread] = []  # they wait for collectives that were left to themselves
         self._looked_at = 0.0
 
     # -- for the owner -------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class ElasticAllReduce(AsyncAllReduce):
             with self._lock:  # from here on the thread starts no stage
                 if stuck := thread.is_alive():
                     self._thread = None
-                    self._pending.append(thread.is_alive)
+                    self._stuck.append(thread)
                     if self.phase == SENT:
                         self.owner.reducer.copies = []  # it may still write there
             if not stuck:
@@ -242,9 +243,9 @@ class ElasticAllReduce(AsyncAllReduce):
 
     def let_go(self) -> None:
         """Leaves the group, so that workers that wait for this one see a broken group."""
-        pending, self._pending = self._pending, []
+        stuck, self._stuck = self._stuck, []
         self.group, self.timed_groups = None, []
-        self.members.leave(lambda: any(goes_on() for goes_on in pending))
+        self.members.leave(stuck)
 
     close = leave = let_go
 

@@ -186,27 +186,24 @@ class Members:
             with contextlib.suppress(RuntimeError):  # one of its workers has died in the meantime
                 return self._form(report)
 
-    def leave(self, busy: Callable[[], bool] = lambda: False) -> None:
+    def leave(self, stuck: Sequence[threading.Thread] = ()) -> None:
         """Leaves the generation's process group, so that workers that wait for this one see a broken group.
 
         Args:
-            busy: Whether a collective of this group has not ended. Then it is closed in the background after that,
-                because closing waits for it.
+            stuck: Threads that wait for a collective of this group. Closing the group waits for the collective, so it
+                is closed in the background after them.
         """
-        # gloo closes the connections once nothing refers to the group
-        held, self.group = [self.group], None
+        held, self.group = [self.group], None  # gloo closes the connections once nothing refers to the group
         if is_alive(held[0]):
             dist.destroy_process_group(held[0])
 
         def close() -> None:
-            while busy():
-                time.sleep(0.1)
+            for thread in stuck:
+                thread.join()
             held.clear()
 
-        if busy():
+        if stuck:
             threading.Thread(target=close, daemon=True).start()
-        else:
-            close()
 
     def left(self) -> bool:
         """Returns whether a worker has left this generation, or has died. The leader tells the other ranks."""
