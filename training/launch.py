@@ -17,6 +17,7 @@ if __name__ == "__main__" and "--elastic" in sys.argv:  # before torch: it print
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import get_args_parser, run
 
 from core.elastic import launch
@@ -41,12 +42,15 @@ def main() -> None:
     os.environ.setdefault("PET_SHUTDOWN_TIMEOUT", "300")
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     parser = get_args_parser()
+    parser.error = launch.refuse
     parser.add_argument("--store", help="for --elastic: etcd://HOST,HOST,HOST/RUN, which outlives any one machine")
-    args = parser.parse_args()
     try:
-        launch.check_args(args)
+        args = parser.parse_args()
         if args.store:
             raise UserError(f"--store {args.store} is for elastic runs: add --elastic to the script's options")
+        launch.check_args(args)
+        if args.rdzv_backend == "static" and not (args.standalone or args.rdzv_endpoint or args.node_rank):
+            launch.check_free(args.master_port)
         run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -56,6 +60,9 @@ def main() -> None:
             sys.exit(1)
         if isinstance(failure.message, dict):  # otherwise the message about a wrong option was printed above
             say(failure.message["message"])
+        sys.exit(2)
+    except RendezvousError as error:
+        say(f"error: --rdzv-endpoint {args.rdzv_endpoint}: {error}: start the first node's launcher, with a free port")
         sys.exit(2)
     except (UserError, RuntimeError, ValueError, OSError, AssertionError) as error:  # of this process, not of workers
         say(f"error: {(str(error).splitlines() or ['torchrun refuses the options'])[0]}")

@@ -1,4 +1,196 @@
-from .command import main
+"""The command `torchrun ... -m core.doctor --params 125e6 [--step_ms 80] [--out cluster.json]`.
+
+The exit status is 0 if all is well, 1 if a run would fail or the measurement failed, and 2 for a wrong option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import socket
+import sys
+import textwrap
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from .. import __version__
+from ..config import CO2Config
+from ..errors import UserError, env_number
+from ..groups import check_env, local_world_size, of_all
+from . import report as reports
+from .measure import boundary, compressions, links, sound
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # one line, without the usage text
+        raise UserError(f"{message} (--help lists the options)")
+
+
+def options(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options. Raises UserError for the first option that is wrong."""
+    parser = Parser(prog="doctor", description="Measures these nodes, and prints the settings that CO2 uses on them.")
+    add = parser.add_argument
+    add("--params", required=True, type=positive, metavar="N", help="trained parameters of the model, such as 125e6")
+    add("--step_ms", "--step-ms", type=positive, metavar="MS", help="milliseconds of a local step; else several")
+    add("--timeout", default=60.0, type=positive, metavar="S", help="seconds until a missing rank is an error (60)")
+    add("--out", type=Path, metavar="FILE", help="writes the report there as JSON, such as cluster.json")
+    return parser.parse_args(argv)
+
+
+def positive(given: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(given)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{given}: give a number above 0, such as 125e6")
+
+
+def main() -> None:
+    """Runs the doctor and ends the process."""
+    rank = 0
+    try:
+        rank = env_number("RANK", 0)
+        asked = options(sys.argv[1:])
+        if rank == 0 and asked.out is not None and not asked.out.absolute().parent.is_dir():
+            raise UserError(f"--out {asked.out}: there is no folder {asked.out.parent}: make it first")
+    except UserError as error:
+        _end(f"error: {error}" if rank == 0 else "", 2)
+    try:
+        check_env()
+        found = diagnose(asked)
+        if rank == 0:
+            print(reports.screen(found), flush=True)
+            if asked.out is not None:
+                asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    except (UserError, OSError) as error:
+        _end(f"error: rank {rank}: {_short(error)}", 1)
+    _end("", 1 if found["failures"] else 0)
+
+
+def _short(error: Exception) -> str:
+    return textwrap.shorten(str(error), 300, placeholder=" ...")
+
+
+def _end(line: str, status: int) -> NoReturn:
+    print(line, end="\n" if line else "", file=sys.stderr, flush=True)
+    if status:  # at once: a thread of a broken collective would keep the process alive while peers wait for it
+        os._exit(status)
+    sys.exit(0)
+
+
+def diagnose(asked: argparse.Namespace) -> dict[str, Any]:
+    """Returns the report. It is equal on all ranks except for the times that each rank measures."""
+    try:
+        own = own_facts()
+        if env_number("WORLD_SIZE", 1) == 1:
+            return header([own], asked.params)
+        backend = "cpu:gloo,cuda:nccl" if own["alike"]["device"] == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=asked.timeout))
+        facts = of_all(own)
+    except UserError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{_short(error)}: look at what other ranks print, and set GLOO_SOCKET_IFNAME") from None
+    found = header(facts, asked.params)
+    try:
+        if not found["failures"]:
+            measure(found, asked, nodes_of(facts))
+        of_all(None)  # rank 0, which holds the store, must not leave first
+    except (RuntimeError, UserError) as error:  # a failed collective, or settings that CO2 refuses
+        found["failures"].append(f"rank {own['rank']}: {_short(error)}")
+    else:
+        dist.destroy_process_group()
+    return found
+
+
+def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[int]]) -> None:
+    """Adds the measured times to the report."""
+    device = torch.device("cuda", torch.cuda.current_device()) if found["backend"] == "nccl" else torch.device("cpu")
+    if wrong := sound(device):
+        found["failures"].append(wrong)
+        return
+    found["boundary_seconds"] = own = boundary(found["params"], device, asked.timeout)
+    of_links = links(nodes, device)
+    found["links"] |= {name: link.as_dict() for name, link in of_links.items()}
+    found["compressions"] = compressions(found["params"], of_links["all"], device, asked.timeout)
+    config, steps = CO2Config.recommended(), [asked.step_ms / 1e3] if asked.step_ms else reports.STEPS
+    seconds = {name: compression["seconds"] for name, compression in found["compressions"].items()}
+    found["settings"] = [reports.choose(config, found["workers"], step, seconds, own) for step in steps]
+
+
+def own_facts() -> dict[str, Any]:
+    """Returns the facts about this process, and sets its GPU by its local rank. Raises UserError if it has no such GPU.
+
+    `host` is the machine's name and network namespace: workers on the same host need no link. `alike` must be equal on
+    all workers. `memory` has the bytes of its GPU, or of its share of the host's memory.
+    """
+    hostname, device, namespace = socket.gethostname(), "cuda" if torch.cuda.is_available() else "cpu", ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/net")
+    if device == "cuda":
+        index, count = env_number("LOCAL_RANK", env_number("SLURM_LOCALID", 0)), torch.cuda.device_count()
+        if index >= count:
+            raise UserError(f"LOCAL_RANK={index}: torch sees {count} CUDA devices here; start as many workers a node")
+        torch.cuda.set_device(index)
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        name, memory = properties.name, properties.total_memory
+    else:
+        name = f"{os.uname().machine} ({os.cpu_count()} cores)"
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, local_world_size())
+    return {
+        "rank": env_number("RANK", 0),
+        "host": f"{hostname} {namespace}",
+        "hostname": hostname,
+        "alike": {"torch": torch.__version__, "co2": __version__, "device": device},
+        "device": name,
+        "memory": memory,
+    }
+
+
+def nodes_of(facts: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Returns the ranks grouped by host, in the order of each host's first rank."""
+    hosts = dict.fromkeys(f["host"] for f in facts)
+    return [[f["rank"] for f in facts if f["host"] == host] for host in hosts]
+
+
+def failures(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the reasons why a run would fail, one line each."""
+    found = []
+    for name in facts[0]["alike"]:
+        ranks: dict[str, list[str]] = {}
+        for f in facts:
+            ranks.setdefault(f["alike"][name], []).append(str(f["rank"]))
+        listed = "; ".join(f"{value} on rank {', '.join(of)}" for value, of in ranks.items())
+        found += [f"{name} differs: {listed}: use the same on all nodes"] if len(ranks) > 1 else []
+    return found
+
+
+def header(facts: Sequence[dict[str, Any]], params: float) -> dict[str, Any]:
+    """Returns the part of the report that needs no measurement."""
+    nodes, first, memory = nodes_of(facts), facts[0], min(f["memory"] for f in facts)
+    sizes, kind = {*map(len, nodes)}, first["alike"]["device"]
+    return {
+        "format": 1,  # raise it if a key that the planner reads changes
+        "params": max(1, round(params)),
+        "workers": len(facts),
+        "workers_per_node": sizes.pop() if len(sizes) == 1 else None,
+        "nodes": [{name: facts[of[0]][name] for name in ("hostname", "device")} | {"ranks": of} for of in nodes],
+        "backend": "nccl" if kind == "cuda" else "gloo",
+        "device": {"type": kind, "name": first["device"], "memory_bytes_per_worker": memory},
+        "links": {"within": None, "across": None, "all": None},
+        "compressions": {},
+        "boundary_seconds": None,
+        "settings": [],
+        "failures": failures(facts),
+    }
+
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..co2 import CO2
 from ..comm import ring_bytes
@@ -115,10 +114,8 @@ def link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
     return Link(dist.get_world_size(group), points)
 
 
-def compressions(
-    params: int, among: Link, device: torch.device, timeout: float, mesh: DeviceMesh | None = None
-) -> dict[str, dict[str, float]]:
-    """Returns the seconds of CO2's reductions of the whole model, by format. With a mesh, a worker is a node.
+def compressions(params: int, among: Link, device: torch.device, timeout: float) -> dict[str, dict[str, float]]:
+    """Returns the seconds of CO2's reductions of the whole model, by format.
 
     A reduction that would take longer than SAMPLE_SECONDS is extrapolated from a sample.
     """
@@ -128,24 +125,17 @@ def compressions(
         start, each_byte = among.line
         nbytes = (SAMPLE_SECONDS - min(SAMPLE_SECONDS / 2, start)) / each_byte
         size = max(1, min(params, MOST_PARAMS, int(nbytes / each)))
-        took, _ = reduce_sample(compression, size, device, timeout, mesh=mesh)
+        took, _ = reduce_sample(compression, size, device, timeout)
         found[compression] = {"seconds": extrapolated(took, size, params, each, among)}
         found[compression] |= {"sample_params": size, "sample_seconds": took}
     return found
 
 
 def extrapolated(took: float, size: int, params: int, each: float, among: Link) -> float:
-    """Returns the estimated seconds of a reduction of the whole model.
+    """Returns the seconds of a reduction of the whole model, estimated from a sample of `size` that `took` seconds.
 
-    The estimate is the link's time for all bytes, plus the sample's time beyond its link time (such as for encoding) in
-    proportion to the parameters.
-
-    Args:
-        took: Seconds of the sample's reduction.
-        size: Parameters of the sample.
-        params: Parameters of the model.
-        each: Bytes per parameter.
-        among: The link among all workers.
+    The estimate is the link's time for all bytes, of which each parameter has `each`, plus the sample's time beyond its
+    link time (such as for encoding) in proportion to the parameters.
     """
     if params == size:
         return took
@@ -160,12 +150,7 @@ def boundary(params: int, device: torch.device, timeout: float) -> float:
 
 
 def reduce_sample(
-    compression: Format,
-    numel: int,
-    device: torch.device,
-    timeout: float,
-    group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
+    compression: Format, numel: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None = None
 ) -> tuple[float, float]:
     """Returns the seconds of a reduction and of a round boundary's own work, measured as TauTuner measures them.
 
@@ -176,7 +161,7 @@ def reduce_sample(
     """
     config = replace(CO2Config.recommended(), tau=1, fragments=1, compression=CompressionConfig(compression))
     param = nn.Parameter(torch.zeros(numel, device=device))
-    co2, told = CO2([param], config, timeout=timeout, group=group, mesh=mesh), list[tuple[float, float]]()
+    co2, told = CO2([param], config, timeout=timeout, group=group), list[tuple[float, float]]()
     for round in range(ROUNDS + 2):  # nothing arrives in the first round; the second one's all-reduce opens connections
         with torch.no_grad():
             param.add_(round + 1.0)

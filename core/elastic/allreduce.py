@@ -11,9 +11,10 @@ survivors.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,6 @@ from ..comm import AsyncAllReduce, Stage, sum_flats
 from ..errors import CollectiveError, env_number
 from ..local_update import LocalUpdateMethod
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged, agreed
-from .reducers import ElasticReducer
 
 MOST = 1024  # workers: checksums are narrow enough for exact sums over as many workers
 LOOK_EVERY = 0.2  # seconds between two checks whether another worker has left
@@ -61,7 +61,7 @@ class ElasticAllReduce(AsyncAllReduce):
 
     Args:
         device: As for AsyncAllReduce.
-        owner: The method that uses this all-reduce, with ElasticReducers.
+        owner: The method that uses this all-reduce, whose `reducer` is an ElasticReducer.
         members: The worker's generation, see Members.
         script: See Script.
         **options: Other arguments of AsyncAllReduce.
@@ -75,9 +75,7 @@ class ElasticAllReduce(AsyncAllReduce):
 
     is_elastic = True
 
-    def __init__(
-        self, device: torch.device, *, owner: LocalUpdateMethod, members: Members, script: Script, **options: Any
-    ):
+    def __init__(self, device: torch.device, *, owner: Any, members: Members, script: Script, **options: Any):
         assert not dist.is_initialized(), "the workers' groups are made and left here"
         super().__init__(device, **options)
         self.owner, self.members, self.script = owner, members, script
@@ -87,21 +85,19 @@ class ElasticAllReduce(AsyncAllReduce):
         self.phase = AGREED
         self.counts, self.asked = True, False
         self._spared: tuple[int, int] = 0, 0  # number of a reduction, and of the workers that do not count in it
-        self._pending: list[Callable[[], bool]] = []  # whether each collective that was left to itself still goes on
+        self._stuck: list[threading.Thread] = []  # they wait for collectives that were left to themselves
         self._looked_at = 0.0
 
     # -- for the owner -------------------------------------------------------------------------------------------
 
     def launch(self, stages: Iterator[Stage]) -> None:
         """Starts a reduction, as AsyncAllReduce does, of a copy of the buckets."""
-        self._count(self.launched + 1)
-        for sent in self._reducer.live if not self.counts else []:
+        for sent in self.owner.reducer.live if not self.counts else []:
             sent.zero_()
-        self._reducer.begin()
-        try:
-            super().launch(self.in_phases(stages))
-        except CollectiveError:
-            self.mend()
+        self._attempt(self.launched + 1)
+        with contextlib.suppress(CollectiveError):
+            return super().launch(self.in_phases(stages))
+        self.mend()  # outside of `with`: an error's traceback would keep the group alive
 
     def in_phases(self, stages: Iterator[Stage]) -> Iterator[Stage]:
         """Yields the sum of newcomers' requests, the steps of the sum, then the confirmation.
@@ -124,22 +120,18 @@ class ElasticAllReduce(AsyncAllReduce):
 
     def done(self) -> bool:
         """Returns whether the reduction is done, as AsyncAllReduce does. Also checks whether a worker has left."""
-        try:
+        with contextlib.suppress(CollectiveError):
             through = super().done()
-        except CollectiveError:
-            through = False
-            self.mend()
-        if self._someone_left():
-            self.mend()
-            through = False
-        return through
+            if not self._someone_left():
+                return through
+        self.mend()
+        return False
 
     def drain(self) -> bool:
         while True:
-            try:
+            with contextlib.suppress(CollectiveError):
                 return super().drain()
-            except CollectiveError:
-                self.mend()
+            self.mend()
 
     def sum_of_all(self, values: Tensor) -> Tensor:
         """Returns the sum over the workers, for the training script. All workers must call it.
@@ -147,7 +139,7 @@ class ElasticAllReduce(AsyncAllReduce):
         Raises:
             WorkersChanged: On all remaining workers, if a worker was lost and not all of them have the sum.
         """
-        self._act, self._act_phase, total, failed = self._act + 1, SENT, values.clone(), False
+        self._act, self._act_phase, total, arrived = self._act + 1, SENT, values.clone(), False
 
         def phases() -> Iterator[Stage]:
             assert self.group is not None
@@ -155,19 +147,16 @@ class ElasticAllReduce(AsyncAllReduce):
             self._act_phase = SUMMED
             yield sum_flats([torch.zeros(1, device="cpu")], self.group)
 
-        try:
+        with contextlib.suppress(CollectiveError):
             super().drain()  # one collective at a time, see in_phases
             of_round = self.bytes_sent, self.seconds
             self._begin(phases())
             self._end()
             self.bytes_sent, self.seconds = of_round
-        except CollectiveError:
-            failed = True
-        if failed:  # outside the handler, because a traceback would keep the group alive
-            reports = self.mend()
-            if not agreed(reports, "act", self._act):
-                self._act, self._act_phase = self._act - 1, AGREED
-                raise WorkersChanged
+            arrived = True
+        if not arrived and not agreed(self.mend(), "act", self._act):
+            self._act, self._act_phase = self._act - 1, AGREED
+            raise WorkersChanged
         self._act_phase = AGREED
         return total
 
@@ -179,18 +168,16 @@ class ElasticAllReduce(AsyncAllReduce):
             self._drop()
             reports = self.members.meet(self._report(), came)
             self.adopt(reports)
-            if not self.in_flight:
-                return reports
-            if self.phase == AGREED:
+            if not self.in_flight or self.phase == AGREED:
                 return reports
             if agreed(reports, "launched", self.launched):
                 self._take_sum()
                 return reports
-            try:
-                self._send_again()
+            self.owner.reducer.undo()
+            self._attempt(self.launched)
+            with contextlib.suppress(CollectiveError):
+                self._begin(self.in_phases(self.owner.stages()))
                 return reports
-            except CollectiveError:
-                continue
 
     def adopt(self, reports: list[Report | None]) -> None:
         """Uses the members' group for the reductions from now on."""
@@ -210,19 +197,14 @@ class ElasticAllReduce(AsyncAllReduce):
     def _changed(self, reports: list[Report | None]) -> None:
         self.script.on_change(reports)
 
-    def _count(self, number: int) -> None:
-        """Sets how many workers count in the reduction of this number, counted from 1, in this generation."""
+    def _attempt(self, number: int) -> None:
+        """Begins an attempt at the reduction of this number, counted from 1, with the workers that count in it."""
         self.world_size = self.members.size - (self._spared[1] if number == self._spared[0] else 0)
-        self._reducer.count(self.rank, self.members.size, self.world_size)
-
-    @property
-    def _reducer(self) -> ElasticReducer:
-        """The reducer of the fragment in flight."""
-        return cast(ElasticReducer, self.owner.reducer)
+        self.owner.reducer.begin(self.rank, self.members.size, self.world_size)
 
     def _take_sum(self) -> None:
         self.phase = AGREED
-        self._reducer.deliver()
+        self.owner.reducer.deliver()
 
     def _someone_left(self) -> bool:
         """Returns whether another worker has left, and looks for it only now and then."""
@@ -249,9 +231,9 @@ class ElasticAllReduce(AsyncAllReduce):
             with self._lock:  # from here on the thread starts no stage
                 if stuck := thread.is_alive():
                     self._thread = None
-                    self._pending.append(thread.is_alive)
+                    self._stuck.append(thread)
                     if self.phase == SENT:
-                        self._reducer.copies = []  # it may still write there
+                        self.owner.reducer.copies = []  # it may still write there
             if not stuck:
                 with contextlib.suppress(CollectiveError):
                     super()._end()
@@ -261,9 +243,9 @@ class ElasticAllReduce(AsyncAllReduce):
 
     def let_go(self) -> None:
         """Leaves the group, so that workers that wait for this one see a broken group."""
-        pending, self._pending = self._pending, []
+        stuck, self._stuck = self._stuck, []
         self.group, self.timed_groups = None, []
-        self.members.leave(lambda: any(goes_on() for goes_on in pending))
+        self.members.leave(stuck)
 
     close = leave = let_go
 
@@ -271,12 +253,6 @@ class ElasticAllReduce(AsyncAllReduce):
         phase = self.phase if self.in_flight else AGREED
         mine = {"launched": self.launched, "launched_phase": phase, "counts": self.counts}
         return mine | {"act": self._act, "act_phase": self._act_phase} | self.script.tell()
-
-    def _send_again(self) -> None:
-        self._reducer.undo()
-        self._count(self.launched)
-        self._reducer.begin()
-        self._begin(self.in_phases(self.owner.stages()))
 
     def failure(self, reason: str, what: str = "") -> CollectiveError:
         """Returns the error, as AsyncAllReduce does. Leaves the group at once, so that no worker waits in vain."""

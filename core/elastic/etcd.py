@@ -11,6 +11,7 @@ import json
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -35,20 +36,23 @@ class EtcdStore(Store):
 
     Args:
         url: etcd://HOST[:PORT],HOST[:PORT],.../RUN. Each run has its own keys.
+        first: Number of the member that is asked first, modulo how many there are.
 
     Attributes:
-        hosts: The members; the first is asked first.
+        hosts: The members, in the order in which they are asked.
         guard: If set, a comparison that must hold for every write. Otherwise the write raises NotLeading.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, first: int = 0):
         super().__init__()
         members, _, run = url.removeprefix("etcd://").partition("/")
         pairs = [member.partition(":") for member in members.split(",")]
         known = all(h and re.fullmatch("[0-9]{0,5}", p) and int(p or PORT) < 1 << 16 for h, _, p in pairs)
         if not url.startswith("etcd://") or not run or not known:
             raise UserError(f"--store {url}: give etcd://HOST,HOST,HOST/RUN, with a name of the run's own")
-        self.url, self.hosts = url, [(host, int(port or PORT)) for host, _, port in pairs]
+        hosts = deque((host, int(port or PORT)) for host, _, port in pairs)
+        hosts.rotate(-first)
+        self.url, self.hosts = url, hosts
         self.guard: dict[str, str] | None = None
         self._prefix, self._lock = f"/co2/{run}/", threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
@@ -76,7 +80,7 @@ class EtcdStore(Store):
                 except (OSError, http.client.HTTPException, ValueError) as error:
                     why = f"{type(error).__name__}: {error}"
                 self._connection = None
-                self.hosts.append(self.hosts.pop(0))
+                self.hosts.rotate(-1)
                 time.sleep(0.1)
         raise dist.DistNetworkError(f"{self.url}: etcd does not answer ({why})")
 

@@ -56,12 +56,7 @@ def share_state(state: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class IslandAllReduce(ElasticAllReduce):
-    """An ElasticAllReduce of the leader, whose results the other ranks of the island get.
-
-    Args:
-        device: As for ElasticAllReduce.
-        **options: Other arguments of ElasticAllReduce.
-    """
+    """An ElasticAllReduce of the leader, whose results the other ranks of the island get."""
 
     votes = True
 
@@ -86,7 +81,7 @@ class IslandAllReduce(ElasticAllReduce):
     def _share_sums(self) -> None:
         """Gives all ranks the leader's sums."""
         state = self.owner.state.shared() if self.share(repairs=self._repairs)["repairs"] else []
-        for flat in filter(len, [*self._reducer.live, *state]):
+        for flat in filter(len, [*self.owner.reducer.live, *state]):
             dist.broadcast(flat.view(torch.uint8), src=0)
 
     def sum_of_all(self, values: Tensor) -> Tensor:
@@ -110,11 +105,8 @@ class IslandAllReduce(ElasticAllReduce):
         m, owner = self.members, self.owner
         requests = [hook for hook in owner.hooks if isinstance(hook, Requests)]
         mine = {"asked": sorted({name for hook in requests for name in hook.asked}), "reports": self._reports}
-        mine |= {
-            "members": [m.generation, m.names, m.planned],
-            "workers": [self.world_size, owner.reducer.scale],
-            "changes": self.generation,
-        }
+        mine["members"] = m.generation, m.names, m.planned
+        mine["workers"] = self.world_size, owner.reducer.scale, self.generation
         all_told = of_all(mine | told)
         leader, self._reports = all_told[0], None
         for hook in requests:
@@ -122,8 +114,7 @@ class IslandAllReduce(ElasticAllReduce):
         if not self.leads:
             m.generation, m.names, m.planned = leader["members"]
             self.rank = m.rank * m.island + m.island_rank
-            self.world_size, owner.reducer.scale = leader["workers"]
-            self.generation = leader["changes"]
+            self.world_size, owner.reducer.scale, self.generation = leader["workers"]
         if leader["reports"] is not None:
             self.script.on_change(leader["reports"])
         return leader

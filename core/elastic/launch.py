@@ -55,21 +55,23 @@ def say(text: str) -> None:
 
 
 class Coordinator:
-    """Lists the generations of workers, in the first node's launcher.
-
-    Args:
-        store: The store, see sealed.py.
-        nodes: Number of nodes.
-    """
+    """Lists the generations of workers of some nodes, in the first node's launcher."""
 
     def __init__(self, store: SealedStore, nodes: int):
-        self.store, self.nodes = store, nodes
-        self.generation, self.members = 0, []
-        self.out: list[str] = []  # silent workers, which their launchers end; they never count as alive again
-        self._listed_at, self._formed = 0.0, False  # when the generation was listed; whether all of it has reported
+        self.store, self.nodes, self.generation = store, nodes, 0
+        self._tells_at = time.monotonic() + SILENCE  # when it says that a node is missing
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Continues from the last generation, if any. Nodes count as alive until they are silent for SILENCE s."""
+        while self.store.has(f"generation/{self.generation + 1}"):
+            self.generation += 1
+        self.members: list[str] = self.store.read(f"generation/{self.generation}", {"names": []})["names"]
+        # silent workers, which their launchers end; they never count as alive again
+        self.out: list[str] = self.store.read("out", [])
+        self._listed_at, self._formed = time.monotonic(), False  # of the generation; whether all of it has reported
         self._waits_since: float | None = None  # start of the wait for members to come to the next generation
         self._beats: dict[int, tuple[int, float]] = {}  # each node's last beat, and when it was seen
-        self._tells_at = time.monotonic() + SILENCE  # when it says that a node is missing
 
     def look(self) -> None:
         """Lists the next generation if it is due."""
@@ -78,10 +80,10 @@ class Coordinator:
             return
         alive = [name for name in alive if name not in self.out]
         members = [name for name in self.members if name in alive]
-        ready = [name for name in alive if name not in self.members and self._is_set(f"ready/{name}")]
+        ready = [name for name in alive if name not in self.members and self.store.has(f"ready/{name}")]
         now, silent = time.monotonic(), set[str]()
         if not members:  # at the start, or after all were lost
-            if not ready or self._is_set("over"):
+            if not ready or self.store.has("over"):
                 self._waits_since = None
             elif len(ready) == len(alive):
                 self._list(sorted(ready, key=lambda name: [*map(int, name.split("."))]), planned=True)
@@ -93,9 +95,9 @@ class Coordinator:
         if ready:
             self.store.set(f"waiting/{self.generation}", "")
         keys = {name: f"came/{self.generation}/{name}" for name in members}
-        came = {name: self.store.get(key).decode() for name, key in keys.items() if self._is_set(key)}
+        came = {name: self.store.get(key).decode() for name, key in keys.items() if self.store.has(key)}
         if not self._formed:
-            late = {name for name in members if not self._is_set(f"report/{self.generation}/{name}")}
+            late = {name for name in members if not self.store.has(f"report/{self.generation}/{name}")}
             self._formed = not late
             silent |= late - {*came} if now - self._listed_at > float(self.store.get("patience")) else set()
         if came and self._waits_too_long(now):
@@ -126,12 +128,11 @@ class Coordinator:
         """Returns the names of the workers that are alive, or None until all nodes have started theirs."""
         alive: list[str] = []
         for node in range(self.nodes):
-            if not self._is_set(f"node/{node}"):
+            if (told := self.store.read(f"node/{node}", None)) is None:
                 if time.monotonic() > self._tells_at:
                     say(f"waiting for the launcher of node {node} (--node-rank {node})")
                     self._tells_at = math.inf
                 return None
-            told = json.loads(self.store.get(f"node/{node}"))
             beat, seen = self._beats.get(node, (-1, 0.0))
             if told["beat"] != beat:
                 self._beats[node] = told["beat"], (seen := time.monotonic())
@@ -139,18 +140,11 @@ class Coordinator:
                 alive += told["alive"]
         return alive
 
-    def _is_set(self, key: str) -> bool:
-        return self.store.check([key])
-
 
 class ElectedCoordinator(Coordinator):
     """The coordinator of one of several launchers. It lists generations while it leads; etcd refuses its later writes.
 
-    Args:
-        etcd: The store below `store`, for this coordinator only.
-        store: See Coordinator.
-        node: This node's number.
-        nodes: Number of nodes.
+    `etcd` is the store below `store`, for this coordinator only.
     """
 
     def __init__(self, etcd: EtcdStore, store: SealedStore, node: int, nodes: int):
@@ -164,14 +158,6 @@ class ElectedCoordinator(Coordinator):
         except NotLeading:
             self.election.lose()
 
-    def _take_over(self) -> None:
-        """Continues from the last generation. Nodes count as alive until they are silent for SILENCE seconds."""
-        while self._is_set(f"generation/{self.generation + 1}"):
-            self.generation += 1
-        self.members = json.loads(self.store.get(f"generation/{self.generation}"))["names"] if self.generation else []
-        self.out = json.loads(self.store.get("out")) if self._is_set("out") else []
-        self._listed_at, self._formed, self._waits_since, self._beats = time.monotonic(), False, None, {}
-
     def _list(self, names: list[str], planned: bool) -> None:
         super()._list(names, planned)
         for kind in OF_A_GENERATION:  # its workers have left it
@@ -182,15 +168,11 @@ class Agent:
     """One node's launcher, with its workers and their restarts.
 
     Args:
-        spawn: Starts a worker with these environment variables. Returns its process, as subprocess.Popen does.
-        workers: Number of ranks on each node.
+        spawn: Starts a rank with these environment variables. Returns its process, as subprocess.Popen does.
+        workers: Number of ranks on each of the `nodes`, of which `island` consecutive ones are a worker.
         restarts: How often each worker is restarted.
-        node: This node's number.
-        nodes: Number of nodes.
-        host: Address of the store, which the first node serves.
-        port: Port of the store; 0 for any.
+        host: Address of the store, which the first node serves at `port`; 0 for any.
         etcd: URL of an EtcdStore to use instead. No launcher must then live longer than the run.
-        island: Number of ranks of each worker, consecutive ones of a node.
     """
 
     def __init__(
@@ -206,18 +188,16 @@ class Agent:
         etcd: str = "",
         island: int = 1,
     ):
-        if workers % island:
+        if island < 1 or workers % island:
             raise UserError(f"per_node={island} does not divide the {workers} ranks of a node: change --nproc-per-node")
-        self.island = island
         self.spawn, self.workers, self.restarts, self.node, self.nodes = spawn, workers, restarts, node, nodes
+        self.island = island
         try:
             if etcd:
-                self._served: Any = EtcdStore(etcd)
-                count = len(self._served.hosts)
-                self._served.hosts = [self._served.hosts[(node + i) % count] for i in range(count)]  # its own first
-                self._served.check([""])
+                self._served: Any = EtcdStore(etcd, node)
             else:
                 self._served = _serve(host, port, alone=nodes == 1) if node == 0 else _store(host, port)
+            self._served.check([""])
         except (RuntimeError, OSError) as error:
             reason = str(error).splitlines()[0]
             remedy = "start etcd first" if etcd else "give --master-addr and a free --master-port of the first node"
@@ -234,16 +214,16 @@ class Agent:
         self.started = [0] * (workers // island)  # restarts of each worker
         self._failed: dict[int, int] = {}  # the first status of each worker of which a rank has failed
         self.status, self.signalled, self._beat = 0, 0, 0
-        self._beats: dict[str, tuple[bytes, float]] = {}  # each worker's last beat, and seconds since it was seen
+        self._beats: dict[str, tuple[bytes, float]] = {}  # each rank's last beat, and seconds since it was seen
         self._heard_at = time.monotonic()  # when the beats were read
-        self._poll = POLL
         if etcd:
-            if self.store.check(["over"]):
+            if self.store.has("over"):
                 raise UserError(f"--store {etcd}: the run of this name has ended: give another name")
-            self._poll, self._own = 10 * POLL, EtcdStore(self._served.url)
-            self.coordinator = ElectedCoordinator(self._own, self._sealed(self._own), node, nodes)
-            if self.store.check([f"node/{node}"]):  # a launcher of this node was lost: no name is used twice
-                self.started = [n + 1 for n in json.loads(self.store.get(f"node/{node}"))["started"]]
+            own = EtcdStore(etcd, node)
+            self.coordinator = ElectedCoordinator(own, self._sealed(own), node, nodes)
+            if told := self.store.read(f"node/{node}", None):  # a launcher of this node was lost: no name is used twice
+                self.started = [n + 1 for n in told["started"]]
+        self._poll = 10 * POLL if etcd else POLL
         self.finished = False  # whether a worker has finished the run
         self._ends_them = False  # whether the launcher itself kills the remaining workers
         self._deadline = math.inf
@@ -279,7 +259,7 @@ class Agent:
 
     def look(self) -> None:
         """Restarts workers that have died, ends silent ones, and lists the next generation if it is due."""
-        out = {*(json.loads(self.store.get("out")) if self.store.check(["out"]) else []), *self._silent()}
+        out = self._silent() | {*self.store.read("out", [])}
         for ranks in self._ranks_of.values():
             running = [self.processes[slot] for slot in ranks if self.processes[slot].poll() is None]
             if running and (name := self.name(ranks[0])) in out:
@@ -302,30 +282,28 @@ class Agent:
         if self.coordinator:
             self.coordinator.look()
 
-    def _silent(self) -> list[str]:
+    def _silent(self) -> set[str]:
         """Returns the workers whose last beat is older than their timeout. Stops of this launcher do not count."""
-        now = time.monotonic()
+        now, silent = time.monotonic(), set[str]()
         passed = min(now - self._heard_at, 2 * BEAT)
         if passed < BEAT:
-            return []
+            return silent
         before, self._beats, self._heard_at = self._beats, {}, now
         for slot in self.processes:
-            name = self._rank_name(slot)
-            if self.store.check([key := f"beat/{name}"]):
-                beat, (last, since) = self.store.get(key), before.get(name, (b"", 0.0))
-                self._beats[name] = beat, since + passed if beat == last else 0.0
-        patience = float(self.store.get("patience")) if self._beats else 0.0
-        silent = [name for name, (_, since) in self._beats.items() if since > patience]
-        return [".".join(name.split(".")[:2]) for name in silent]
+            if self.store.has(key := self._beat_of(slot)):
+                beat, (last, since) = self.store.get(key), before.get(key, (b"", 0.0))
+                self._beats[key] = beat, (since := since + passed if beat == last else 0.0)
+                silent |= {self.name(slot)} if since > float(self.store.get("patience")) else set()
+        return silent
 
     def name(self, slot: int) -> str:
         """Returns the name of the worker that was started last in a slot."""
         worker = slot // self.island
         return f"{self.node * len(self.started) + worker}.{self.started[worker]}"
 
-    def _rank_name(self, slot: int) -> str:
-        """Returns the name under which a rank writes its beats, see Members."""
-        return self.name(slot) + (f".{slot}" if slot % self.island else "")
+    def _beat_of(self, slot: int) -> str:
+        """Returns the key under which a rank writes its beats, see Members."""
+        return f"beat/{self.name(slot)}.{slot}"
 
     @property
     def _ranks_of(self) -> dict[int, list[int]]:
@@ -333,8 +311,8 @@ class Agent:
         return {k: [*of] for k, of in itertools.groupby(sorted(self.processes), lambda slot: slot // self.island)}
 
     def _ended(self, slot: int, status: int) -> None:
-        over = self.store.check(["over"])
-        if status == 0 and (over or not self.store.check([f"beat/{self._rank_name(slot)}"])):  # or a dry run
+        over = self.store.has("over")
+        if status == 0 and (over or not self.store.has(self._beat_of(slot))):  # or a dry run
             if over and not self.finished:  # others end soon, unless they are stopped
                 self._deadline = min(self._deadline, time.monotonic() + float(self.store.get("patience")))
             self.finished = True
@@ -393,25 +371,20 @@ class Agent:
 def _serve(host: str, port: int, *, alone: bool) -> TCPStore:
     """Returns the store. It listens only at `host` if that is this machine's own address and other nodes can reach it.
 
-    An address behind NAT is not this machine's own. Other nodes cannot reach 127.0.1.1.
-
-    Args:
-        host: Address of the store.
-        port: Port; 0 for any.
-        alone: Whether there are no other nodes.
+    An address behind NAT is not this machine's own. Other nodes, unless this one is alone, cannot reach 127.0.1.1.
     """
+    own: dict[str, Any] = {}
     try:
         listening = socket.create_server((host, port))
+        address, port = listening.getsockname()
+        if address.startswith("127.") and not alone:
+            listening.close()
+        else:  # in torch 2.6 and 2.7 libuv, the default backend, does not accept a socket that already listens
+            own = {"master_listen_fd": listening.detach(), "use_libuv": False}
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        return _store(host, port, is_master=True)
-    own, port = listening.getsockname()
-    if own.startswith("127.") and not alone:
-        listening.close()
-        return _store(host, port, is_master=True)
-    # In torch 2.6 and 2.7 libuv, the default backend, does not accept a socket that already listens.
-    return _store(host, port, is_master=True, master_listen_fd=listening.detach(), use_libuv=False)
+    return _store(host, port, is_master=True, **own)
 
 
 def _store(host: str, port: int, **options: Any) -> TCPStore:
@@ -419,51 +392,95 @@ def _store(host: str, port: int, **options: Any) -> TCPStore:
     return TCPStore(host, port, None, timeout=within, wait_for_workers=False, **options)
 
 
-class Parser(ArgumentParser):
-    """Parses the launcher's options, which are named as torchrun's."""
+def parsed(arguments: Sequence[str] | None) -> Namespace:
+    """Returns the launcher's options, which are named as torchrun's."""
+    parser = ArgumentParser(
+        f"python -m {__package__}.launch", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.error, add = refuse, parser.add_argument
+    add("--nproc-per-node", default="1", help="ranks on this node, or gpu for one per GPU (default: 1)")
+    add("--per-node", type=int, default=1, help="ranks of each worker; 0 means all of a node (default: 1)")
+    add("--max-restarts", type=int, default=0, help="restarts of each worker (default: 0)")
+    add("--nnodes", default="1", help="number of nodes (default: 1)")
+    add("--node-rank", type=int, default=0, help="number of this node, from 0")
+    add("--master-addr", default="127.0.0.1", help="address of the first node")
+    add("--master-port", type=int, default=29500, help="a free port there (default: 29500)")
+    add("--standalone", action="store_true", help="one node, as by default")
+    add("--store", default="", help="etcd://HOST,HOST,HOST/RUN: a store that outlives any one machine")
+    add("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    add("training_script", metavar="script")
+    add("training_script_args", metavar="arguments", nargs=REMAINDER)
+    return parser.parse_args(arguments)
 
-    def __init__(self):
-        super().__init__(
-            f"python -m {__package__}.launch", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-        )
-        add = self.add_argument
-        add("--nproc-per-node", default="1", help="ranks on this node, or gpu for one per GPU (default: 1)")
-        add("--per-node", type=int, default=1, help="ranks of each worker; 0 means all of a node (default: 1)")
-        add("--max-restarts", type=int, default=0, help="restarts of each worker (default: 0)")
-        add("--nnodes", default="1", help="number of nodes (default: 1)")
-        add("--node-rank", type=int, default=0, help="number of this node, from 0")
-        add("--master-addr", default="127.0.0.1", help="address of the first node")
-        add("--master-port", type=int, default=29500, help="a free port there (default: 29500)")
-        add("--standalone", action="store_true", help="one node, as by default")
-        add("--store", default="", help="etcd://HOST,HOST,HOST/RUN: a store that outlives any one machine")
-        add("-m", "--module", action="store_true", help="the script is a module, as for python -m")
-        add("training_script", metavar="script")
-        add("training_script_args", metavar="arguments", nargs=REMAINDER)
 
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}: --help lists the options")
+def refuse(message: str) -> NoReturn:
+    """Raises UserError in place of a parser's error, which prints all options."""
+    raise UserError(f"{message}: --help lists the options")
 
 
 def check_args(args: Namespace) -> None:
-    """Raises UserError for numbers of nodes, workers and restarts, and a port, that cannot be."""
+    """Raises UserError for numbers that cannot be, hosts without an address, and a script that is not there.
+
+    The options are those of this launcher or of torchrun.
+    """
     fewest, most = (str(args.nnodes).split(":") * 2)[:2]
     if not (re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", str(args.nnodes)) and 0 < int(fewest) <= int(most)):
         raise UserError(f"--nnodes {str(args.nnodes)[:40]}: give a number of nodes, or MIN:MAX")
-    if not 0 < determine_local_world_size(args.nproc_per_node) <= MOST:
-        raise UserError(f"--nproc-per-node {args.nproc_per_node[:40]}: give 1 to {MOST}")
+    ranks = 0
+    with contextlib.suppress(ValueError):
+        ranks = determine_local_world_size(args.nproc_per_node)
+    if not 0 < ranks <= MOST:
+        raise UserError(f"--nproc-per-node {args.nproc_per_node[:40]}: give 1 to {MOST}, or gpu where torch finds one")
     if not 0 <= (args.master_port or 0) < 1 << 16:
         raise UserError(f"--master-port {args.master_port}: give 0 to 65535")
     if args.max_restarts < 0:
         raise UserError(f"--max-restarts {args.max_restarts}: give 0 or more")
     if not 0 <= args.node_rank < int(most):
         raise UserError(f"--node-rank {args.node_rank}: give 0 to {int(most) - 1}")
+    endpoint = getattr(args, "rdzv_endpoint", "")
+    hosts = {"--master-addr": args.master_addr, "--rdzv-endpoint": endpoint.rpartition(":")[0] or endpoint}
+    for option, host in hosts.items():
+        try:
+            socket.getaddrinfo((host or "localhost").strip("[]"), None)
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no host name"
+            raise UserError(f"{option} {host[:80]}: {why}: give the first node's name or IP address") from None
+    script = args.training_script
+    if args.module and not is_module(script):
+        remedy = "start in the folder that has it, and give the name of a module that python -m runs"
+        raise UserError(f"-m {script}: there is no such module; {remedy}")
+    if not (args.module or getattr(args, "no_python", False) or Path(script).is_file()):
+        raise UserError(f"{script}: there is no such file; give a script, or -m and a module")
+
+
+def check_free(port: int) -> None:
+    """Raises UserError if another program listens at this port of this machine."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise UserError(f"--master-port {port}: {error.strerror}: give a free one") from None
+
+
+def is_module(name: str) -> bool:
+    """Returns whether `python -m` would find this module. No module is imported."""
+    path, at = None, ""
+    for part in (*name.split("."), "__main__"):
+        at = f"{at}.{part}".strip(".")
+        try:
+            spec = next(filter(None, (finder.find_spec(at, path) for finder in sys.meta_path)), None)
+        except KeyError:  # a folder without __init__.py in a package, which must be imported to be found
+            return True
+        if spec is None:
+            return False
+        if spec.submodule_search_locations is None:
+            return at in (name, f"{name}.__main__")
+        path = spec.submodule_search_locations
+    return False
 
 
 def run(args: Namespace) -> int:
     """Starts this node's workers. Returns the exit status after all have ended."""
     script = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
-    if not (args.module or Path(args.training_script).is_file()):
-        raise UserError(f"{args.training_script}: there is no such file; give a script, or -m and a module")
 
     def spawn(env: dict[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, *script], env={"OMP_NUM_THREADS": "1", **os.environ, **env})
@@ -480,7 +497,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the launcher with these arguments, or the command line's. Returns the exit status."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the workers: torch prints frames for a lost peer
     try:
-        check_args(args := Parser().parse_args(arguments))
+        check_args(args := parsed(arguments))
         return run(args)
     except CollectiveError as error:
         say(f"error: {error}")

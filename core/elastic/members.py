@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from ..comm import set_timeout
 from ..errors import CollectiveError, UserError, env_number
-from ..groups import WORLD
+from ..groups import WORLD, is_alive
 from ..guards.failure import ANSWERS_WITHIN, read_line
 from ..guards.inputs import check_env
 from .etcd import ANSWER_WITHIN, EtcdStore
@@ -51,15 +51,10 @@ class WorkersChanged(Exception):
 class WatchedStore(Store):
     """The store while a generation connects. A wait ends once a worker is lost, however long gloo itself would wait.
 
-    Args:
-        store: The store below.
-        wait: Waits for keys of a store, and raises RuntimeError if a worker of the generation is lost.
-
-    Attributes:
-        waited_at: When the last wait ended.
+    `waited_at` is when the last wait ended.
     """
 
-    def __init__(self, store: Any, wait: Callable[[Sequence[str], Any], None]):
+    def __init__(self, store: Any, wait: Callable[[Callable[[], bool]], None]):
         super().__init__()
         self._store, self._wait, self.waited_at = store, wait, time.monotonic()
 
@@ -77,7 +72,7 @@ class WatchedStore(Store):
         return self._store.get(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
-        self._wait(keys, self._store)
+        self._wait(lambda: self._store.check(keys))
         self.waited_at = time.monotonic()
 
 
@@ -110,7 +105,8 @@ class Members:
         self.planned = False
         self.group: dist.ProcessGroup | None = None
         self.island = env_number("CO2_ISLAND", 1, least=1)
-        self.island_rank = env_number("LOCAL_RANK", 0) % self.island
+        self.island_rank = (slot := env_number("LOCAL_RANK", 0)) % self.island  # 0: the leader, see island.py
+        self._beats = f"beat/{name}.{slot}"
         self._form_within = FORM_WITHIN[0]
         self.store.set("patience", str(timeout))
         threading.Thread(target=self._beat).start()
@@ -140,12 +136,7 @@ class Members:
         if not own:
             raise UserError(f"no store answers at {url or f'{host}:{port}'} ({why}): start its launcher first")
         address = next((one for one in own if not one.startswith("127.")), own[0])
-        leads = env_number("LOCAL_RANK", 0) % env_number("CO2_ISLAND", 1, least=1) == 0
-        return (cls if leads else Follower)(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
-
-    @property
-    def _rank_name(self) -> str:
-        return self.name
+        return cls(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
 
     @property
     def rank(self) -> int:
@@ -179,8 +170,8 @@ class Members:
             again = True
             self.store.set(f"came/{self.generation}/{self.name}", came)
             while True:  # until a generation is listed; a worker without state waits for one that lists itself
-                while not self._is_set(f"generation/{self.generation + 1}"):
-                    if may_wait and self._is_set("over"):
+                while not self.store.has(f"generation/{self.generation + 1}"):
+                    if may_wait and self.store.has("over"):
                         print(f"worker {self.name}: the run has ended before it could join", file=sys.stderr)
                         raise Over
                     time.sleep(0.01)
@@ -196,38 +187,32 @@ class Members:
             with contextlib.suppress(RuntimeError):  # one of its workers has died in the meantime
                 return self._form(report)
 
-    def leave(self, busy: Callable[[], bool] = lambda: False) -> None:
+    def leave(self, stuck: Sequence[threading.Thread] = ()) -> None:
         """Leaves the generation's process group, so that workers that wait for this one see a broken group.
 
         Args:
-            busy: Whether a collective of this group has not ended. Then it is closed in the background after that,
-                because closing waits for it.
+            stuck: Threads that wait for a collective of this group. Closing the group waits for the collective, so it
+                is closed in the background after them.
         """
-        # gloo closes the connections once nothing refers to the group
-        held, self.group = [self.group], None
-        if self.island > 1:
-            if held[0] is not None:
-                dist.destroy_process_group(held[0])
-        elif dist.is_initialized():
-            dist.destroy_process_group()
+        held, self.group = [self.group], None  # gloo closes the connections once nothing refers to the group
+        if is_alive(held[0]):
+            dist.destroy_process_group(held[0])
 
         def close() -> None:
-            while busy():
-                time.sleep(0.1)
+            for thread in stuck:
+                thread.join()
             held.clear()
 
-        if busy():
+        if stuck:
             threading.Thread(target=close, daemon=True).start()
-        else:
-            close()
 
     def left(self) -> bool:
-        """Returns whether a worker has left this generation, or has died."""
-        return self._is_set(f"broken/{self.generation}")
+        """Returns whether a worker has left this generation, or has died. The leader tells the other ranks."""
+        return self.island_rank == 0 and self.store.has(f"broken/{self.generation}")
 
     def wanted(self) -> bool:
         """Returns whether newcomers are waiting."""
-        return self._is_set(f"waiting/{self.generation}")
+        return self.store.has(f"waiting/{self.generation}")
 
     def serve(self, state: dict[str, Any], newcomers: int) -> None:
         """Sends `state`, tensors and plain values, to `newcomers` workers of this generation, in the background."""
@@ -261,7 +246,7 @@ class Members:
 
     def fetch(self) -> dict[str, Any]:
         """Returns the state that `serve` sends. Raises RuntimeError if the sender is lost."""
-        self._await([f"donor/{self.generation}"])
+        self._await(lambda: self.store.has(f"donor/{self.generation}"))
         where = self.store.get(f"donor/{self.generation}").decode()
         host, port, size = where.split()
         try:
@@ -269,10 +254,10 @@ class Members:
             with socket.create_connection(address, self.timeout) as connection, connection.makefile("rb") as sent:
                 connection.sendall(self.store.proof(where) + b"\n")
                 data = sent.read(int(size))
+            if len(data) < int(size):
+                raise OSError("the sender has gone")
         except OSError as error:
             raise RuntimeError(f"the state cannot be fetched: {error}") from None
-        if len(data) < int(size):
-            raise RuntimeError("the state cannot be fetched: the sender has gone")
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
     def end(self) -> None:
@@ -284,16 +269,16 @@ class Members:
         main, number = threading.main_thread(), 0
         with contextlib.suppress(CollectiveError):  # the store is gone
             while main.is_alive():
-                self.store.set(f"beat/{self._rank_name}", str(number))
+                self.store.set(self._beats, str(number))
                 number += 1
                 main.join(min(BEAT, self.timeout / 4))
 
     def _form(self, report: Report | None) -> list[Report | None]:
         """Connects the generation. Raises RuntimeError if a worker does not come."""
-        key = f"report/{self.generation}"
-        self.store.set(f"{key}/{self.name}", json.dumps(report))
-        self._await([f"{key}/{name}" for name in self.names])
-        reports = [json.loads(self.store.get(f"{key}/{name}")) for name in self.names]
+        keys = [f"report/{self.generation}/{name}" for name in self.names]
+        self.store.set(keys[self.rank], json.dumps(report))
+        self._await(lambda: self.store.has(*keys))
+        reports = [json.loads(self.store.get(key)) for key in keys]
         # gloo waits up to five times as long for a worker that has died. If the time was too short, it doubles.
         seconds = min(self._form_within, self.timeout / 15)
         self._connects = store = WatchedStore(PrefixStore(f"group/{self.generation}", self.store.plain), self._await)
@@ -323,38 +308,19 @@ class Members:
         WORLD.pg_group_ranks[made] = {number: rank for rank, number in enumerate(numbers)}
         return made
 
-    def _await(self, keys: Sequence[str], store: Any = None) -> None:
+    def _await(self, done: Callable[[], bool]) -> None:
+        """Waits until it is `done`. Raises RuntimeError if a worker of the generation is lost."""
         since = time.monotonic()
-        while not (store or self.store).check(keys):
+        while not done():
             if self.left() or time.monotonic() - since > self.timeout:
                 raise RuntimeError("a worker of the new generation was lost")
             time.sleep(0.005)
-
-    def _is_set(self, key: str) -> bool:
-        return self.store.check([key])
-
-
-class Follower(Members):
-    """The members of an island's ranks that are not its leader. The leader gives them the generation."""
-
-    @property
-    def _rank_name(self) -> str:
-        return f"{self.name}.{os.environ['LOCAL_RANK']}"
-
-    def leave(self, busy: Callable[[], bool] = lambda: False) -> None:
-        pass
-
-    def left(self) -> bool:
-        return False
 
 
 def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:
     """Returns whether a sum counts: one worker has gone on from it, or all hold its result.
 
-    Args:
-        reports: Reports of all workers, None for a worker without state.
-        what: Kind of sum, a key of the reports.
-        number: Number of the sum.
+    `reports` has all workers' reports, None for a worker without state. `what` is the kind of sum, a key of a report.
     """
     known = [r for r in reports if r is not None]
     if any(r[what] > number or (r[what] == number and r[f"{what}_phase"] == AGREED) for r in known):

@@ -27,36 +27,26 @@ from ..local_update import OWN_SCALARS
 
 
 class ElasticReducer(Reducer):
-    """Sums copies of the buckets in their own precision.
+    """Sums copies of the buckets, or of a fragment's parts of them, in their own precision.
 
-    Args:
-        buckets: The buckets, or a fragment's parts of them.
-
-    Attributes:
-        copies: What is reduced, one flat copy per bucket. An empty list makes new ones.
+    The collectives sum `copies`, one flat copy per bucket. An empty list makes new ones.
     """
 
     def __init__(self, buckets: Sequence[Bucket | BucketShare]):
         self.buckets, self.scale, self.copies = buckets, 1.0, list[Part]()
         self.state: dict[str, list[Tensor]] = {}
 
-    def count(self, rank: int, workers: int, counting: int) -> None:  # noqa: ARG002
-        """Prepares for the next attempt.
-
-        Args:
-            rank: This worker's rank.
-            workers: Number of workers.
-            counting: Number of workers that count in the average. The other workers send zeros.
-        """
-        self.scale = 1 / counting
-
     @property
     def live(self) -> list[Tensor]:
         """This worker's part, and later the sums that count. The payload of a bucket precedes its other values."""
         return [t for bucket in self.buckets for t in (bucket.payload, bucket.rest)]
 
-    def begin(self) -> None:
-        """Begins an attempt with copies of what this worker sends."""
+    def begin(self, rank: int, workers: int, counting: int) -> None:  # noqa: ARG002
+        """Begins an attempt with copies of what this worker sends.
+
+        This worker has `rank` among `workers`. Only `counting` of them count in the average, and the others send zeros.
+        """
+        self.scale = 1 / counting
         if [len(part.flat) for part in self.copies] != [len(b.payload) + len(b.rest) for b in self.buckets]:
             self.copies = []
             for b in self.buckets:
@@ -88,22 +78,15 @@ class ElasticQuantized(ElasticReducer):
 
     Error feedback costs one copy of the parameters, and 2 / n of a copy for the residual of averages. While the number
     of workers changes, it costs one more copy.
-
-    Args:
-        buckets: As for ElasticReducer.
-        scalars: The scalars that are summed with them.
-        compression: The format, and whether to keep residuals.
     """
 
     def __init__(self, buckets: Sequence[Bucket | BucketShare], scalars: Scalars, compression: CompressionConfig):
         super().__init__(buckets)
-        self.kind, self._scalars = compression.format, scalars
-        self._format: NarrowFormat = cast(NarrowFormat, compression.format)
-        self._rank, self._workers = 0, 1
+        self.kind, self._scalars, self._rank, self._workers = compression.format, scalars, 0, 1
         self.state = nothing_held_back(buckets, 1)
         self._means_before: list[Tensor] = []
 
-    def count(self, rank: int, workers: int, counting: int) -> None:
+    def begin(self, rank: int, workers: int, counting: int) -> None:
         if self.state and (rank, workers) != (self._rank, self._workers):
             before, self.state = self.state, nothing_held_back(self.buckets, workers)
             for bucket, own, mean, new, _ in zip(self.buckets, *before.values(), *self.state.values(), strict=True):
@@ -111,33 +94,24 @@ class ElasticQuantized(ElasticReducer):
                 part.add_(mean[: len(part)], alpha=counting)  # the average divides by as many
                 new[: bucket.numel].copy_(own[: bucket.numel])
         self._rank, self._workers = rank, workers
-        self.scale = workers / counting  # the average is over all workers
-
-    def begin(self) -> None:
-        moved, (own, means) = self._moved(), self._residuals()
+        moved, (own, means) = self._moved(), self.state.values()
         for bucket, residual in zip(self.buckets, own, strict=False):
             bucket.payload.addcmul_(residual[: bucket.numel], moved.to(residual.dtype))
             residual.masked_fill_(moved, 0)
         self._means_before = [mean.clone() for mean in means]
-        super().begin()
+        super().begin(rank, workers, counting)
+        self.scale = workers / counting  # the average is over all workers
         (scalars := Scalars(OWN_SCALARS)).attach(self.copies[0].scalars[: len(OWN_SCALARS)])
-        memory = (own, means) if own else None
-        workers = self._rank, self._workers
-        self.attempt = Quantized(self.copies, scalars, *workers, self._format, memory)
+        self.attempt = Quantized(self.copies, scalars, rank, workers, cast(NarrowFormat, self.kind), (own, means))
 
     def undo(self) -> None:
-        moved, (own, means) = self._moved(), self._residuals()
+        moved, (own, means) = self._moved(), self.state.values()
         for residual in own:  # without movement the payload is zero, so the own residual has stayed
             residual.masked_fill_(moved, 0)
         copy(means, self._means_before)
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
         yield from self.attempt.stages(group, number)
-
-    def _residuals(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This worker's own residuals, and its residuals of averages, one per bucket. No tensors without feedback."""
-        own, means = self.state.values() or ([], [])
-        return own, means
 
     def _moved(self) -> Tensor:
         """Returns whether this worker had moved when it sent, 0-d bool."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import CollectiveError, UserError
@@ -40,7 +41,12 @@ class SealedStore:
         """Returns the value, or waits for it. Raises UserError if another secret has written it."""
         return self._open(key, self._ask(self.plain.get, key))
 
-    def check(self, keys: Sequence[str]) -> bool:
+    def read(self, key: str, default: Any) -> Any:
+        """Returns the JSON value, or `default` if the key is not set."""
+        return json.loads(self.get(key)) if self.has(key) else default
+
+    def has(self, *keys: str) -> bool:
+        """Returns whether all keys are set."""
         with contextlib.suppress(UserError):
             return self._ask(self.plain.check, [*keys]) and all(self.get(key) is not None for key in keys)
         return False

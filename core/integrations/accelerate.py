@@ -16,27 +16,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from torch import nn
 
-from ..checkpoint.stored import plain_makers
 from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
-from .common import (
-    check_accelerator,
-    check_loader,
-    check_mesh,
-    check_model,
-    config_or_recommended,
-    leave_at_exit,
-    load_own,
-    logged,
-    save_own,
-    shield_loaders,
-)
+from . import common
 
 WHO = "CO2Training"
 
@@ -46,14 +33,9 @@ class CO2Training(CO2):
 
     Call step() after every batch and finish() before an evaluation. Log what metrics() returns. Inside the block,
     save_state() first calls finish(). save_state() and load_state() also write and read each worker's own optimizer,
-    schedules and outer state, in co2/rankN.pt. A run that was saved between two epochs resumes bit for bit,
-    if a loader that shuffles has accelerate's use_seedable_sampler. In mid-epoch, skip the batches that were trained on
-    with accelerate's skip_first_batches(). A new iteration draws from torch's global generator, which changes dropout,
-    unless you give the DataLoader generator=torch.Generator(). Random augmentation in loading processes then begins
-    anew.
-
-    save_state() refuses objects that load_state() would not read back. load_state(load_kwargs={"weights_only": False})
-    reads them, and may run code from the file. Loading processes ignore stop signals, and end with their worker.
+    schedules and outer state, in co2/rankN.pt, and save_state() refuses objects there that load_state() would not read
+    back. docs/integrations.md says which settings of a loader resume bit for bit. Loading processes ignore stop
+    signals, and end with their worker.
 
     Args:
         accelerator: The accelerator that prepared the optimizer.
@@ -76,18 +58,22 @@ class CO2Training(CO2):
         config: CO2Config | None = None,
         **options: Any,
     ):
-        check_accelerator(WHO, accelerator)
-        check_model(WHO, model)
-        check_mesh(WHO, options)
+        common.check_accelerator(WHO, accelerator)
+        common.check_model(WHO, model)
+        common.check_mesh(WHO, options)
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise UserError(f"{WHO}: the optimizer is a bare {type(optimizer).__name__}: give what prepare() returned")
         self.accelerator, self.optimizer = accelerator, optimizer
-        shield_loaders(accelerator)
+        common.shield_loaders(accelerator)
         self.model = accelerator.prepare_model(model, evaluation_mode=True)  # without DistributedDataParallel
         given: dict[str, Any] = {"buffers": model.buffers()} | options
-        super().__init__(model.parameters(), config_or_recommended(config), **given)
+        super().__init__(model.parameters(), common.config_or_recommended(config), **given)
         self._closed = self.stats  # statistics of the last round that closed
-        self._checkpoint = _Checkpoint(self, model)
+        # accelerate's own files are as without CO2, so that an evaluation without CO2Training can load them
+        on_save = accelerator.register_save_state_pre_hook(self._save_own)
+        self._own_hooks = [on_save, accelerator.register_load_state_pre_hook(self._remember)]
+        self._load_state: Any = accelerator.load_state
+        accelerator.load_state = self._load_own  # accelerate has no hook behind it
 
     def step(self, *, last: bool = False) -> bool:
         """Calls core.CO2.step() if this batch ended an optimizer update.
@@ -95,70 +81,38 @@ class CO2Training(CO2):
         Returns:
             Whether a round closed.
         """
-        check_loader(WHO, self.accelerator.gradient_state.active_dataloader, "DataLoaderConfiguration")
+        common.check_loader(WHO, self.accelerator.gradient_state.active_dataloader, "DataLoaderConfiguration")
         closed = self.accelerator.sync_gradients and super().step(last=last)
         self._closed = self.stats if closed else self._closed  # the statistics of an open round are incomplete
         return closed
 
     def metrics(self) -> dict[str, float]:
         """Returns the last round's statistics for accelerator.log(). On a GPU the host waits for them."""
-        return logged(self._closed)
+        return common.logged(self._closed)
 
     def close(self) -> None:
         """Calls core.CO2.close(). Then accelerate's save_state() and load_state() are its own again."""
-        self._checkpoint.leave()
         super().close()
-        leave_at_exit()
+        common.leave_at_exit()
 
-    def leave(self) -> None:
-        self._checkpoint.leave()
-        super().leave()
-
-
-class _Checkpoint:
-    """Adds each worker's own state to save_state() and load_state().
-
-    accelerate's own files are as without CO2, so that an evaluation without CO2Training can load them.
-    """
-
-    def __init__(self, co2: CO2Training, model: nn.Module):
-        self._co2, self._model, self._folder, accelerator = co2, model, "", co2.accelerator
-        on_save = accelerator.register_save_state_pre_hook(self._save_own)
-        self._hooks = [on_save, accelerator.register_load_state_pre_hook(self._remember)]
-        self._load_state: Any = accelerator.load_state
-        accelerator.load_state = self._load  # accelerate has no hook behind it
-        self._save_state: Any = accelerator.save_state
-        accelerator.save_state = self._save
-
-    def leave(self) -> None:
-        self._co2.accelerator.load_state, self._co2.accelerator.save_state = self._load_state, self._save_state
-        for hook in self._hooks:
+    def _end(self) -> None:
+        super()._end()
+        self.accelerator.load_state = self._load_state
+        for hook in self._own_hooks:
             hook.remove()
 
-    def _save(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Runs save_state(), which does not tell its hooks how it writes the model."""
-        model = self._model.state_dict()
-        if safe_serialization and (others := [key for key, value in model.items() if not isinstance(value, Tensor)]):
-            remedy = "call save_state(safe_serialization=False)"
-            raise UserError(f"{WHO}: model.{others[0]} is no tensor, which safetensors cannot write: {remedy}")
-        return self._save_state(output_dir, safe_serialization, **kwargs)
-
     def _save_own(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        self._co2.finish()  # rank 0 writes the weights next; they share the parameters' memory
-        save_own(f"{folder}/co2", self._co2.accelerator.process_index, who=WHO, **self._parts())
+        self.finish()  # rank 0 writes the weights next; they share the parameters' memory
+        common.save_own(WHO, f"{folder}/co2", self.accelerator.process_index, **self._parts())
 
     def _remember(self, models: list[nn.Module], folder: str) -> None:
         self._folder = folder
 
-    def _load(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def _load_own(self, *args: Any, **kwargs: Any) -> None:
         """Runs load_state(), which loads rank 0's model and optimizer, and then loads this worker's own state."""
-        weights_only = (load_kwargs or {}).get("weights_only", True)
-        with torch.serialization.safe_globals(plain_makers()):
-            self._load_state(input_dir, load_kwargs, **kwargs)
-        rank = self._co2.accelerator.process_index
-        load_own(WHO, f"{self._folder}/co2", rank, weights_only=weights_only, **self._parts())
+        self._load_state(*args, **kwargs)
+        common.load_own(WHO, f"{self._folder}/co2", self.accelerator.process_index, **self._parts())
 
     def _parts(self) -> dict[str, Any]:
-        co2, accelerator = self._co2, self._co2.accelerator
-        schedules = {f"schedule{i}": schedule for i, schedule in enumerate(accelerator._schedulers)}
-        return {"optimizer": co2.optimizer, **schedules, "scaler": accelerator.scaler, "co2": co2}
+        schedules = {f"schedule{i}": schedule for i, schedule in enumerate(self.accelerator._schedulers)}
+        return {"optimizer": self.optimizer, **schedules, "scaler": self.accelerator.scaler, "co2": self}

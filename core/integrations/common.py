@@ -10,7 +10,6 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..checkpoint.runs import restore_optimizer
-from ..checkpoint.stored import plain_makers, reason, unreadable
+from ..checkpoint.stored import load_safely, plain_makers, reason, unreadable
 from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
@@ -31,16 +30,12 @@ from .loading import shield
 
 UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
 SAFE = "call torch.serialization.add_safe_globals([{}]) where the program starts"
+torch.serialization.add_safe_globals(plain_makers())  # a schedule computed by NumPy leaves its scalars in checkpoints
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
 
 def config_or_recommended(config: CO2Config | None, steps: float = math.inf) -> CO2Config:
-    """Returns the config, or CO2Config.recommended.
-
-    Args:
-        config: The user's settings, or None.
-        steps: Number of optimizer steps of the run; infinite if unknown.
-    """
+    """Returns the config, or CO2Config.recommended for so many optimizer steps, infinite if their number is unknown."""
     known = int(steps) if 1 <= steps < math.inf else None
     return config or CO2Config.recommended(steps=known)
 
@@ -108,25 +103,28 @@ def _workers() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def make_co2(model: nn.Module, config: CO2Config | None, steps: float, options: dict[str, Any]) -> CO2:
+    """Makes CO2, after the initial weights are loaded. Rank 0's weights go to all workers."""
+    given: dict[str, Any] = {"buffers": model.buffers()} | options
+    return CO2(model.parameters(), config_or_recommended(config, steps), **given)
+
+
 class InLoop:
-    """CO2 in a trainer's loop, a base class of the object that the trainer calls.
+    """A method in a trainer's loop, a base class of the object that the trainer calls.
 
     Attributes:
-        co2: The CO2 object while training runs, else None.
+        co2: The method while training runs, else None.
     """
 
-    co2: CO2 | None = None
+    co2: Any = None
 
-    def begin_co2(self, model: nn.Module, config: CO2Config | None, steps: float, options: dict[str, Any]) -> None:
-        """Makes CO2, after the initial weights are loaded. Rank 0's weights go to all workers."""
-        given: dict[str, Any] = {"buffers": model.buffers()} | options
-        self.co2 = CO2(model.parameters(), config_or_recommended(config, steps), **given)
-        self._closed = self.co2.stats  # of the last round that closed; an open round's statistics are incomplete
+    def begin_co2(self, method: Any) -> None:
+        self.co2 = method
+        self._closed = method.stats  # of the last round that closed; an open round's statistics are incomplete
         self._is_one_model = self._unlogged = False
 
     def step_co2(self, *, last: bool = False) -> None:
         """Counts one optimizer update. Call it after every update, also after one that a GradScaler skipped."""
-        assert self.co2 is not None
         self._is_one_model = False
         if self.co2.step(last=last):
             self._closed, self._unlogged = self.co2.stats, True
@@ -155,27 +153,15 @@ def shield_loaders(accelerator: Any) -> None:
     accelerator.prepare_data_loader = lambda *args, **kwargs: shield(prepare(*args, **kwargs))
 
 
-def save_own(
-    folder: str | os.PathLike[str],
-    rank: int,
-    *,
-    who: str = "CO2",
-    remedy: str = SAFE,
-    weights_only: bool | None = True,
-    beside: Mapping[str, Any] | None = None,
-    **parts: Any,
-) -> None:
+def save_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
     """Writes this worker's own state next to the trainer's checkpoint, which has the model, equal on all workers.
 
     Every worker must call it.
 
     Args:
+        who: Name of the integration, for error messages.
         folder: Local folder that all workers can reach.
         rank: This worker's rank.
-        who: Name of the integration, for error messages.
-        remedy: How torch.load can read more classes, with {} for their names.
-        weights_only: How the trainer will read its checkpoint, as for torch.load.
-        beside: More of the trainer's own checkpoint, which is checked and not written.
         **parts: Objects with a state_dict(), by name, or None. "co2" is required.
 
     Raises:
@@ -185,9 +171,7 @@ def save_own(
         raise UserError(f"{folder}: each worker writes its own file: save to a folder that all workers can reach")
     written: dict[str, Any] = {"workers": _workers(), "rounds": parts["co2"].rounds}
     written |= {name: part.state_dict() for name, part in parts.items() if part is not None}
-    load = functools.partial(torch.load, weights_only=weights_only)
-    problem = unreadable(written, remedy, load) or unreadable(dict(beside or {}), remedy, load)
-    if problem := next(filter(None, of_all(problem)), ""):
+    if problem := next(filter(None, of_all(unreadable(written, SAFE))), ""):
         raise UserError(f"{who}: {problem}")
     path = Path(folder, f"rank{rank}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,19 +179,10 @@ def save_own(
     path.rename(path.with_suffix(".pt"))
 
 
-def load_own(
-    who: str, folder: str | os.PathLike[str], rank: int, *, weights_only: bool | None = True, **parts: Any
-) -> None:
+def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
     """Loads what save_own wrote. Every worker must call it.
 
     If n workers wrote the checkpoint and n has changed, rank r loads the state of rank r modulo n.
-
-    Args:
-        who: Name of the integration, for error messages.
-        folder: Folder of the workers' files.
-        rank: This worker's rank.
-        weights_only: As for torch.load. With False the file may run code.
-        **parts: As for save_own.
 
     Raises:
         UserError: On all workers, if files are missing or are not of one checkpoint.
@@ -217,8 +192,7 @@ def load_own(
     if not (path := Path(folder, f"rank{rank}.pt")).exists():
         path = path.with_name(f"rank{rank % max(files, 1)}.pt")
     try:
-        with torch.serialization.safe_globals(plain_makers()):  # a schedule computed by NumPy leaves its scalars
-            saved = torch.load(path, map_location="cpu", weights_only=weights_only) if files else saved
+        saved = load_safely(path) if files else saved
     except Exception as error:  # any error: a worker that raised here would leave the other workers waiting
         problem = f"{path} cannot be read ({reason(error)}): resume from an older checkpoint"
     if not files:
@@ -227,10 +201,8 @@ def load_own(
         problem = f"{folder} has {files} of {saved['workers']} workers' files, which {UNFINISHED}"
     elif saved and saved["workers"] != _workers():
         parts.pop("random", None)  # else several workers would draw the same
-    if saved and (lacks := sorted(parts.keys() - saved.keys())):
-        problem = (
-            problem or f"a file in {folder} holds no {lacks[0]}: resume with the settings of the run that saved it"
-        )
+    if saved and not problem and (lacks := sorted(parts.keys() - saved.keys())):
+        problem = f"a file in {folder} holds no {lacks[0]}: resume with the settings of the run that saved it"
     reported = of_all((problem, f"{saved.get('workers')} {saved.get('rounds')}"))
     if problem := next((problem for problem, _ in reported if problem), ""):
         raise UserError(f"{who}: {problem}")

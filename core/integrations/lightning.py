@@ -8,15 +8,14 @@ Lightning 2.6 broadcasts rank 0's SIGTERM flag before every batch, so that worke
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
-import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, _set_sampler_epoch
 from lightning.pytorch import LightningModule, Trainer
@@ -25,17 +24,16 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ..checkpoint.runs import random_state, set_random_state
-from ..checkpoint.stored import plain_makers
 from ..config import CO2Config
 from ..errors import UserError
 from ..hooks import Requests
-from .common import SAFE, InLoop, check_mesh, check_model, check_optimizers, load_own, logged, save_own
+from . import common
 from .loading import shield
 
 WHO = "CO2Strategy"
 
 
-class CO2Strategy(InLoop, DDPStrategy):
+class CO2Strategy(common.InLoop, DDPStrategy):
     """Trains with CO2 in place of DistributedDataParallel. Its attribute `co2` is the core.CO2 while fit() runs.
 
     Before a validation or a checkpoint, finish() gives all workers the same model. A round is tau updates. With
@@ -43,15 +41,12 @@ class CO2Strategy(InLoop, DDPStrategy):
     log_every_n_steps.
 
     Next to FILE.ckpt, a folder FILE.ckpt.co2 holds each worker's optimizer, schedules, outer state and torch's random
-    states. fit(ckpt_path=...) restores them exactly. The data is Lightning's part: a run that was saved between
-    two epochs resumes bit for bit, if the DataLoader has generator=torch.Generator() or the model draws no random
-    numbers. Random augmentation in loading processes begins anew. In mid-epoch, Lightning begins the epoch's batches
-    anew, unless the loader has state_dict() and load_state_dict().
+    states. fit(ckpt_path=...) restores them exactly, and a save refuses objects there that it would not read back. The
+    data is Lightning's part: docs/integrations.md says which loaders resume bit for bit.
 
-    A save refuses objects that fit(ckpt_path=...) would not read back. fit(weights_only=False) writes and reads them,
-    and may run code from the file. At SIGTERM, and at Slurm's signal before a requeue, all workers stop at the same
-    round boundary. Loading processes ignore these signals, and end with their worker. After another exception, a
-    checkpoint of ModelCheckpoint(save_on_exception=True) holds the model of rank 0, which no all-reduce has averaged.
+    At SIGTERM, and at Slurm's signal before a requeue, all workers stop at the same round boundary. Loading processes
+    ignore these signals, and end with their worker. After another exception, a checkpoint of
+    ModelCheckpoint(save_on_exception=True) holds the model of rank 0, which no all-reduce has averaged.
 
     The models of WeightAveraging and EMAWeightAveraging are averaged with the model, unless you give average=.
 
@@ -60,8 +55,6 @@ class CO2Strategy(InLoop, DDPStrategy):
 
     Args:
         config: The settings. None uses CO2Config.recommended for these workers and steps.
-        process_group_backend: See Lightning's DDPStrategy.
-        start_method: See Lightning's DDPStrategy.
         **options: Other arguments of core.CO2, such as timeout and schedule.
 
     Raises:
@@ -71,20 +64,12 @@ class CO2Strategy(InLoop, DDPStrategy):
 
     strategy_name = "co2"
 
-    def __init__(
-        self,
-        config: CO2Config | None = None,
-        *,
-        process_group_backend: str | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **options: Any,
-    ):
-        super().__init__(process_group_backend=process_group_backend, start_method=start_method)
-        check_mesh(WHO, options)
+    def __init__(self, config: CO2Config | None = None, **options: Any):
+        super().__init__()
+        common.check_mesh(WHO, options)
         self._config, self._options = config, options
         self._events: _Events | None = None
         self._loaded = ""  # the checkpoint that this run resumes from
-        self._weights_only: bool | None = None  # fit()'s argument
 
     def configure_ddp(self) -> None:
         """Leaves the model unwrapped."""
@@ -93,16 +78,15 @@ class CO2Strategy(InLoop, DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._weights_only = _weights_only()
         assert self.model is not None
-        check_model(WHO, self.model)
-        check_optimizers(WHO, len(self.optimizers))
+        common.check_model(WHO, self.model)
+        common.check_optimizers(WHO, len(self.optimizers))
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
-            raise UserError(
-                f"{WHO}: StochasticWeightAveraging keeps an average of its own on each worker: use WeightAveraging"
-            )
         for callback in callbacks:
+            if isinstance(callback, StochasticWeightAveraging):
+                raise UserError(
+                    f"{WHO}: StochasticWeightAveraging keeps an average of its own on each worker: use WeightAveraging"
+                )
             if isinstance(callback, BaseFinetuning):
                 raise UserError(
                     f"{WHO}: {type(callback).__name__} unfreezes layers during training, and CO2 averages only layers "
@@ -115,24 +99,23 @@ class CO2Strategy(InLoop, DDPStrategy):
         options = self._options | {"hooks": [*self._options.get("hooks", ()), self._events.signals]}
         if averaged:
             options.setdefault("average", lambda: [t for m in averaged for t in (*m.parameters(), *m.buffers())])
-        self.begin_co2(self._module, self._config, steps, options)
+        self.begin_co2(common.make_co2(self._module, self._config, steps, options))
 
     def process_dataloader(self, dataloader: object) -> object:
         _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning calls it later, and then keeps what is set
-        current: Any = self._module.trainer.fit_loop.epoch_progress.current
-        _set_sampler_epoch(dataloader, current.processed)  # Lightning sets it after loading processes have begun
+        epoch = self._module.trainer.fit_loop.epoch_progress.current.processed
+        _set_sampler_epoch(dataloader, epoch)  # Lightning sets it after loading processes have begun
         return shield(dataloader)
 
     @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
+    def _module(self) -> Any:
         return self.lightning_module
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.step_co2()
         trainer = self._module.trainer
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        every = trainer.log_every_n_steps
         if every and (trainer.global_step + 1) % every == 0:
             self.log_round()
         return result
@@ -141,7 +124,7 @@ class CO2Strategy(InLoop, DDPStrategy):
         """Logs the last round that closed, once."""
         trainer = self._module.trainer
         for logger in trainer.loggers if self._unlogged and self.is_global_zero else []:
-            logger.log_metrics(logged(self._closed), trainer.global_step)
+            logger.log_metrics(common.logged(self._closed), trainer.global_step)
         self._unlogged = False
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -155,10 +138,7 @@ class CO2Strategy(InLoop, DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.co2 is not None and "optimizer_states" in checkpoint:
             own = f"{self.broadcast(str(filepath))}.co2"  # Slurm's next number may be used up when a later worker looks
-            remedy, read = f"{SAFE}, or give fit(weights_only=False)", self._weights_only
-            beside = {key: held for key, held in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-            how: dict[str, Any] = {"who": WHO, "remedy": remedy, "weights_only": read, "beside": beside}
-            save_own(own, self.global_rank, **how, **self._parts())
+            common.save_own(WHO, own, self.global_rank, **self._parts())
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -169,8 +149,7 @@ class CO2Strategy(InLoop, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self.co2 is None and self._module.trainer.state.fn == TrainerFn.FITTING:  # else no training resumes from it
             self._loaded = os.path.realpath(checkpoint_path)  # last.ckpt may be a link
-        with torch.serialization.safe_globals(plain_makers()):  # a schedule computed by NumPy leaves its scalars
-            return super().load_checkpoint(checkpoint_path, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
@@ -181,19 +160,21 @@ class CO2Strategy(InLoop, DDPStrategy):
         """Called after all workers have loaded rank 0's checkpoint and Lightning has set its signal handlers."""
         super().on_train_start()
         assert self._events is not None
-        if self._events not in self._module.trainer.callbacks:  # type: ignore[attr-defined] # the finder's own loop
+        if self._events not in self._module.trainer.callbacks:  # the learning rate finder's own loop
             return
         self._events.take_signals(self.cluster_environment)
         if self._loaded:
-            own, read = f"{self._loaded}.co2", self._weights_only
-            load_own(WHO, own, self.global_rank, weights_only=read, **self._parts())
+            common.load_own(WHO, f"{self._loaded}.co2", self.global_rank, **self._parts())
             self._loaded = ""
 
     def _parts(self) -> dict[str, Any]:
         schedules = {f"schedule{i}": config.scheduler for i, config in enumerate(self.lr_scheduler_configs)}
         scaler = getattr(self.precision_plugin, "scaler", None)
-        parts = {"optimizer": self.optimizers[0], **schedules, "scaler": scaler, "co2": self.co2}
-        return parts | {"random": _Random(self.root_device)}
+        random = SimpleNamespace(  # torch's random states, which Lightning does not save
+            state_dict=lambda: random_state(self.root_device),
+            load_state_dict=lambda state: set_random_state(state, self.root_device),
+        )
+        return {"optimizer": self.optimizers[0], **schedules, "scaler": scaler, "co2": self.co2, "random": random}
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -208,27 +189,6 @@ class CO2Strategy(InLoop, DDPStrategy):
         self._loaded = ""
         self.end_co2()
         super().teardown()
-
-
-def _weights_only() -> bool | None:
-    """Returns the weights_only that fit() was given, which Lightning only hands to the loading of a checkpoint."""
-    frame: Any = inspect.currentframe()
-    while frame and frame.f_code is not Trainer._run.__code__:
-        frame = frame.f_back
-    return frame.f_locals.get("weights_only") if frame else None
-
-
-class _Random:
-    """torch's random states, which Lightning does not save."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(random_state(self._device))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_random_state(state, self._device)
 
 
 class _Events(Callback):
@@ -263,7 +223,6 @@ class _Events(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Answers granted requests. The loops count this batch as done, so a checkpoint may be written here."""
-        assert self._strategy.co2 is not None
         if not self._strategy.co2.at_boundary:
             return
         for name in ("requeue", "stop"):  # the first saves, the second ends the loop after this batch

@@ -20,15 +20,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..baselines.table import METHODS, REGISTRY, make_method
-from ..buckets import read_blocks
 from ..compression.lgreco.choices import LGrecoConfig
 from ..config import CO2Config, CompressionConfig
 from ..errors import UserError
 from ..groups import local_world_size
 from ..guards.workers import forget
 from ..nodes import node_mesh
-from ..stats import RoundStats
-from .common import check_mesh, check_model, check_optimizers, config_or_recommended, leave_at_exit
+from .common import InLoop, check_mesh, check_model, check_optimizers, config_or_recommended, logged
 from .loading import shield
 
 WHO = "CO2Hook"
@@ -38,7 +36,7 @@ INNER = {"compression": CompressionConfig, "lgreco": LGrecoConfig}  # configs in
 
 
 @HOOKS.register_module()
-class CO2Hook(Hook):
+class CO2Hook(InLoop, Hook):
     """Trains with CO2, or another local method, in place of DistributedDataParallel.
 
     The hook unwraps the model from the runner's MMDistributedDataParallel. It refuses other wrappers. SyncBN, which
@@ -85,8 +83,6 @@ class CO2Hook(Hook):
             )
         settings["co2"] = {"tau": 48 if tau is None else tau, **(settings.get("co2") or {})}
         self.configs = {name: _config(name, OWN[name], given or {}) for name, given in settings.items()}
-        self.method: Any = None
-        self._unread: list[RoundStats] = []
         self._saved: dict[str, Any] | None = None  # the method's state in a loaded checkpoint
 
     def before_run(self, runner: Runner) -> None:
@@ -125,49 +121,43 @@ class CO2Hook(Hook):
             self.configs["co2"] = config_or_recommended(None, runner.max_iters)
         how: dict[str, Any] = {"average_buffers": self.average_buffers, "timeout": self.timeout, **self.configs}
         how["average"] = next((hook.ema_model.module for hook in runner.hooks if isinstance(hook, EMAHook)), None)
-        self.method = make_method(self.method_name, runner.model, lr=lambda: groups[0]["lr"], **how)[1]
-        self.method.on_excluded = forget(optim_wrapper.optimizer)
+        method: Any = make_method(self.method_name, runner.model, lr=lambda: groups[0]["lr"], **how)[1]
+        method.on_excluded = forget(optim_wrapper.optimizer)
         if runner.iter > 0:  # resumed; with load_from, a new training starts
             if self._saved is None:
                 raise UserError(f"{WHO}: the checkpoint was not trained with this hook: use load_from, without resume")
             if self._saved["name"] != self.method_name:
                 raise UserError(f"{WHO}: the checkpoint was trained with {self._saved['name']}, not {self.method_name}")
-            self.method.load_state_dict(self._saved["state"])
+            method.load_state_dict(self._saved["state"])
         self._saved = None
+        self.begin_co2(method)
 
     def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
         optim_wrapper: Any = runner.optim_wrapper
         ends = self._saves_now(runner, by_epoch=False) or self.is_last_train_iter(runner)
-        if optim_wrapper.should_update() and self.method.step(last=ends):  # else gradients are being accumulated
-            self._unread.append(self.method.stats)
-            self._tell(runner, leave=int(read_blocks(next(runner.model.parameters()))))
+        self._is_one_model = False  # also if gradients are being accumulated: a forward pass changes buffers
+        if optim_wrapper.should_update():
+            self.step_co2(last=ends)
         if ends:
-            self.method.finish()
-
-    def _tell(self, runner: Runner, leave: int = 0) -> None:
-        """Logs all rounds but the newest `leave`. On a GPU a round is logged when the next one closes."""
-        while len(self._unread) > leave:
-            stats = self._unread.pop(0).as_dict()
-            runner.message_hub.update_scalars({f"train/co2/{key}": value for key, value in stats.items()})
+            self.to_one_model()
+        if self._unlogged:
+            runner.message_hub.update_scalars({f"train/{key}": value for key, value in logged(self._closed).items()})
+            self._unlogged = False
 
     def after_train_epoch(self, runner: Runner) -> None:
         if self._saves_now(runner, by_epoch=True):
-            self.method.finish()
+            self.to_one_model()
 
     def before_val(self, runner: Runner) -> None:
-        if self.method is not None:  # None: validation without training
-            self.method.finish()
+        self.to_one_model()
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        if self.method is not None:  # None: after training
-            checkpoint["co2"] = {"name": self.method_name, "state": self.method.state_dict()}
+        if self.co2 is not None:  # None: after training
+            checkpoint["co2"] = {"name": self.method_name, "state": self.co2.state_dict()}
 
     def after_train(self, runner: Runner) -> None:
-        self._tell(runner)
-        self.method.finish()
-        self.method.close()
-        self.method = None
-        leave_at_exit()
+        self.to_one_model()
+        self.end_co2()
 
     def _saves_now(self, runner: Runner, by_epoch: bool) -> bool:
         """Returns whether a CheckpointHook is about to save. mmengine calls before_save_checkpoint on rank 0 only."""

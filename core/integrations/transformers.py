@@ -12,26 +12,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from ..checkpoint.stored import plain_makers
 from ..config import CO2Config
 from ..errors import UserError
-from .common import (
-    InLoop,
-    check_accelerator,
-    check_loader,
-    check_mesh,
-    check_model,
-    load_own,
-    logged,
-    save_own,
-    shield_loaders,
-)
+from . import common
 
 WHO = "CO2Callback"
 WAITS = "makes all workers wait for each other in every step"
@@ -43,7 +31,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # argument -> the value that is allowed
 logger = logging.get_logger(__name__)
 
 
-class CO2Callback(InLoop, TrainerCallback):
+class CO2Callback(common.InLoop, TrainerCallback):
     """Trains with CO2 in place of DistributedDataParallel. Its attribute `co2` is the core.CO2 while train() runs.
 
     Before an evaluation or a checkpoint, finish() gives all workers the same model. A log waits for the round's end,
@@ -70,8 +58,8 @@ class CO2Callback(InLoop, TrainerCallback):
     def __init__(self, trainer: Trainer, config: CO2Config | None = None, **options: Any):
         self.trainer, self.config, self.options = trainer, config, options
         self._resumed = ""  # the folder that train() resumes from
-        check_accelerator(WHO, trainer.accelerator)
-        check_mesh(WHO, options)
+        common.check_accelerator(WHO, trainer.accelerator)
+        common.check_mesh(WHO, options)
         args: Any = trainer.args
         for name, (allowed, why) in REFUSED.items():
             if args.world_size > 1 and getattr(args, name) != allowed:
@@ -85,7 +73,7 @@ class CO2Callback(InLoop, TrainerCallback):
                 logger.warning(f"{WHO} switches average_tokens_across_devices off: it {WAITS}")
         accelerator: Any = trainer.accelerator  # the next line keeps it from wrapping the model
         accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
-        shield_loaders(accelerator)
+        common.shield_loaders(accelerator)
         around: Any = trainer
         around.train = functools.partial(self._train, around.train)
         around.log = functools.partial(self._log, around.log)
@@ -104,8 +92,7 @@ class CO2Callback(InLoop, TrainerCallback):
         folder = resume_from_checkpoint
         self._resumed = (get_last_checkpoint(self.trainer.args.output_dir) if folder is True else folder) or ""
         try:
-            with torch.serialization.safe_globals(plain_makers()):  # a schedule computed by NumPy leaves its scalars
-                return train(resume_from_checkpoint, *args, **kwargs)
+            return train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
             self.end_co2(failed=True)
             raise
@@ -115,7 +102,7 @@ class CO2Callback(InLoop, TrainerCallback):
         if self.co2 is not None and "train_loss" in logs:  # training has ended; load_best_model_at_end comes next
             self.to_one_model()
         if self.co2 is not None and "loss" in logs:
-            logs |= logged(self._closed)
+            logs |= common.logged(self._closed)
         log(logs, *args, **kwargs)
 
     def _of_one_model(self, act: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,12 +121,12 @@ class CO2Callback(InLoop, TrainerCallback):
     ) -> None:
         model: nn.Module = kwargs["model"]
         for one in (self.trainer.model_wrapped, model):
-            check_model(WHO, one)  # pyright: ignore[reportArgumentType]
-        check_loader(WHO, kwargs["train_dataloader"], "accelerator_config")
-        self.begin_co2(model, self.config, state.max_steps, self.options)
+            common.check_model(WHO, one)  # pyright: ignore[reportArgumentType]
+        common.check_loader(WHO, kwargs["train_dataloader"], "accelerator_config")
+        self.begin_co2(common.make_co2(model, self.config, state.max_steps, self.options))
         self._log_due = False
         if self._resumed:
-            load_own(WHO, f"{self._resumed}/co2", args.process_index, **self._parts())
+            common.load_own(WHO, f"{self._resumed}/co2", args.process_index, **self._parts())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Runs after every update, before Trainer does what `control` requests."""
@@ -148,7 +135,6 @@ class CO2Callback(InLoop, TrainerCallback):
         self.step_co2(last=meet)
         if meet:
             self.to_one_model()
-        assert self.co2 is not None
         self._log_due |= control.should_log  # a log waits for all workers, so it is written at a round boundary
         control.should_log = self._log_due and self.co2.at_boundary
         self._log_due &= not control.should_log
@@ -156,7 +142,7 @@ class CO2Callback(InLoop, TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not args.save_only_model:
             folder = f"{args.output_dir}/checkpoint-{state.global_step}/co2"
-            save_own(folder, args.process_index, who=WHO, **self._parts())
+            common.save_own(WHO, folder, args.process_index, **self._parts())
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.end_co2()  # without finish(), which would overwrite the weights that load_best_model_at_end loaded

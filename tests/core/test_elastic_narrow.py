@@ -32,8 +32,7 @@ class Sender:
             self.bucket.scalars.fill_(1.0)
         else:
             self.reducer.undo()
-        self.reducer.count(rank, size, size)
-        self.reducer.begin()
+        self.reducer.begin(rank, size, size)
 
     @property
     def sums(self) -> torch.Tensor:

@@ -105,7 +105,7 @@ class Worker(Members):
     def _beat(self) -> None:
         """Writes what its thread writes before the next tick of the clock."""
         self.began = True
-        self.store.set(f"beat/{self.name}", str(self.world.now))
+        self.store.set(f"beat/{self.name}.{self.name.partition('.')[0]}", str(self.world.now))
 
     def leave(self) -> None:
         self.world.closed.add((self.generation, self.name))
@@ -117,7 +117,7 @@ class Worker(Members):
                 self.life = self.generation
                 return self._serve(reports)
             try:
-                self._await([f"donor/{self.generation}"])
+                self._await(lambda: self.store.has(f"donor/{self.generation}"))
             except RuntimeError:
                 self.leave()
                 continue

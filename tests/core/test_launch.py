@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.run import get_args_parser
 
 from bench.cluster import hold_port
 from core import UserError
 from core.elastic import launch
 from core.elastic.launch import Agent, Coordinator
 from core.elastic.members import Members
+from core.elastic.sealed import SealedStore
 from tests.ports import listening_at
 
 
@@ -27,14 +29,38 @@ from tests.ports import listening_at
         ("", "the following arguments are required: script, arguments: --help lists the options"),
         ("--rdzv-id 3 train.py", "unrecognized arguments: "),
         ("nothing.py", "nothing.py: there is no such file; give a script, or -m and a module"),
-        ("--nproc-per-node 3 --per-node 2 -m a", "per_node=2 does not divide the 3 ranks of a node: "),
-        ("--store a,b,c/run -m a", "--store a,b,c/run: give etcd://HOST,HOST,HOST/RUN"),
+        ("-m core.no.such", "-m core.no.such: there is no such module; "),
+        ("-m core.errors.x", "-m core.errors.x: there is no such module; "),
+        ("-m core.elastic", "-m core.elastic: there is no such module; "),  # a folder without __main__.py
+        ("--nproc-per-node two -m this", "--nproc-per-node two: give 1 to 1024, or gpu"),
+        ("--master-port x -m this", "argument --master-port: invalid int value: 'x': --help lists the options"),
+        ("--nnodes 2 --node-rank 1 --master-addr no..host -m this", "--master-addr no..host: it is no host name: give"),
+        ("--nproc-per-node 3 --per-node 2 -m this", "per_node=2 does not divide the 3 ranks of a node: "),
+        ("--nproc-per-node 2 --per-node -2 -m this", "per_node=-2 does not divide the 2 ranks of a node: "),
+        ("--store a,b,c/run -m this", "--store a,b,c/run: give etcd://HOST,HOST,HOST/RUN"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: str, said: str, capfd: pytest.CaptureFixture[str]):
     assert launch.main(arguments.split()) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: {said}")
+
+
+def test_torchruns_options_are_checked_alike(monkeypatch: pytest.MonkeyPatch):
+    """An unknown host of either option, a taken port, and modules that are found without being imported."""
+
+    def resolve(host: str, *_: Any) -> None:
+        if host == "node0":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    assert launch.is_module("core.doctor") and launch.is_module("tests.core.test_launch")
+    monkeypatch.setattr(launch.socket, "getaddrinfo", resolve)
+    for option, host in (("--master-addr", "node0"), ("--rdzv-endpoint", "node0:29400")):
+        args = get_args_parser().parse_args([option, host, "-m", "this"])
+        with pytest.raises(UserError, match=f"^{option} node0: Name or service not known: give the first node's name"):
+            launch.check_args(args)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="give a free one"):
+        launch.check_free(taken.getsockname()[1])
 
 
 def test_an_elastic_worker_without_a_launcher_is_one_line(monkeypatch: pytest.MonkeyPatch):
@@ -71,7 +97,7 @@ class Table:
     """A coordinator over a store of this process, and what workers would write there."""
 
     def __init__(self) -> None:
-        self.store = dist.HashStore()
+        self.store = SealedStore(dist.HashStore(), "")
         self.coordinator, self.beat = Coordinator(self.store, 1), 0
         self.store.set("patience", "1000")
 
@@ -92,9 +118,9 @@ def test_who_belongs_to_a_generation():
     table, three = Table(), ["1.0", "0.0", "10.0"]
     ready = {f"ready_{name}": "" for name in three}
     assert table.look(three, **dict(list(ready.items())[:2])) == (0, [])  # all that were started are waited for
-    assert table.look(three, **ready) == (1, ["0.0", "1.0", "10.0"]) and not table.store.check(["broken/1"])
+    assert table.look(three, **ready) == (1, ["0.0", "1.0", "10.0"]) and not table.store.has("broken/1")
     table.look(["0.0", "10.0", "1.1"], **{"ready_1.1": ""})  # 1.0 has died, and was started again
-    assert table.store.check(["broken/1"]) and table.store.check(["waiting/1"])
+    assert table.store.has("broken/1", "waiting/1")
     alive = ["0.0", "10.0", "1.1"]
     assert table.look(alive, **{"came_1_0.0": "failed"})[0] == 1
     assert table.look(alive, **{"came_1_10.0": "failed"}) == (2, ["0.0", "10.0"])  # nobody joins in a failure

@@ -143,7 +143,7 @@ class Probe(Hook):
     def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
         self.seen.append(flat(runner.model))
         (hook,) = (h for h in runner.hooks if isinstance(h, CO2Hook))
-        self.built, self.wrapped = hook.method, hasattr(runner.model, "module")
+        self.built, self.wrapped = hook.co2, hasattr(runner.model, "module")
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -45,7 +45,7 @@ def spoilt(rank: int, world_size: int, folder: str) -> list[str]:
         for step in range(steps):
             sgd_step(model.parameters(), rank, step)
             co2.step()
-        save_own(f"{folder}/{name}", rank, co2=co2)
+        save_own("Test", f"{folder}/{name}", rank, co2=co2)
     dist.barrier()
     if rank == 0:
         for name in ("lacks", "mixed", "damaged"):
@@ -74,7 +74,7 @@ def test_numpys_scalars_in_a_schedule_are_restored(tmp_path: Path):
     one, other = (torch.optim.lr_scheduler.LambdaLR(o, lambda step: np.cos(step / 10)) for o in (first, second))
     first.step()
     one.step()
-    save_own(tmp_path, 0, schedule=one, optimizer=first, co2=co2)
+    save_own("Test", tmp_path, 0, schedule=one, optimizer=first, co2=co2)
     load_own("Test", tmp_path, 0, schedule=other, optimizer=second, co2=co2)
     assert isinstance(second.param_groups[0]["lr"], np.float64)
     assert other.state_dict() == one.state_dict() and second.state_dict() == first.state_dict()
@@ -116,29 +116,27 @@ PATHS = {
 def test_an_object_that_torch_would_not_load_is_refused_with_its_path_and_class(kind: str, tmp_path: Path):
     name = f"{__name__}.Warmup"
     with pytest.raises(UserError) as refusal:
-        save_own(tmp_path / "own", 0, who="Test", **parts(kind))
+        save_own("Test", tmp_path / "own", 0, **parts(kind))
     said = str(refusal.value)
     assert said.startswith(f"Test: {PATHS[kind]} is a {name}, ") and f"add_safe_globals([{name}])" in said
     assert not (tmp_path / "own").exists()
     with torch.serialization.safe_globals([Warmup]):
-        save_own(tmp_path / "own", 0, **parts(kind))
+        save_own("Test", tmp_path / "own", 0, **parts(kind))
         load_own("Test", tmp_path / "own", 0, **(restored := parts(kind)))
     if kind == "schedule":
         assert isinstance(restored["schedule"].lr_lambdas[0].steps, Warmup)
     with pytest.raises(UserError, match="cannot be read"):
         load_own("Test", tmp_path / "own", 0, **parts(kind))
-    load_own("Test", tmp_path / "own", 0, weights_only=False, **parts(kind))
-    save_own(tmp_path / "own", 0, weights_only=False, **parts(kind))
 
 
 def test_what_cannot_be_pickled_is_refused_with_its_path(tmp_path: Path):
     with pytest.raises(UserError, match="schedule.lr_lambdas.0.steps is a builtins.function, which cannot be saved"):
-        save_own(tmp_path, 0, weights_only=False, **parts("local"))
+        save_own("Test", tmp_path, 0, **parts("local"))
 
 
 def unlike_workers(rank: int, world_size: int, folder: str) -> str:
     with pytest.raises(UserError) as refusal:
-        save_own(folder, rank, **parts("schedule" if rank else "none"))
+        save_own("Test", folder, rank, **parts("schedule" if rank else "none"))
     return str(refusal.value)
 
 
