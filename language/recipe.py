@@ -47,11 +47,11 @@ class TextRecipe(Recipe):
     """Optimizer steps that count as an epoch. None means one pass over the data."""
     loader_workers: int = 0
     """Processes per worker that read and mask batches ahead. With 0 the worker itself does so."""
-    balance: Literal["none", "tokens", "round", "rings"] = "none"
+    balance: Literal["none", "round", "rings"] = "none"
     """Train on whole documents, several per row without attention between them, each on one worker. round gives all
-    workers equal work and equally many tokens per round. tokens gives the next document to the worker with the fewest
-    tokens. rings is as round among nodes, and the workers of a node (per_node) split long documents. none uses windows
-    of the text, which run across documents, or equally many prompts per worker."""
+    workers equal work and equally many tokens per round. rings is as round among nodes, and the workers of a node
+    (per_node) split long documents. none uses windows of the text, which run across documents, or equally many prompts
+    per worker."""
     rings: RingsConfig = field(default_factory=RingsConfig)
 
     def __post_init__(self) -> None:
@@ -144,17 +144,9 @@ class LanguageRecipe(TextRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_least(context=4, eval_tokens=self.context + 1)
-        if self.balance != "none":
-            self._check_model()
+        if self.balance != "none" and not self.model.startswith("gpt2"):
+            raise UserError(f"balance={self.balance!r} does not go with model={self.model}: give a GPT-2, or none")
+        if self.balance != "none" and self.dropout:
+            remedy = "which attention to documents lacks: add --dropout 0"
+            raise UserError(f"balance={self.balance!r} does not go with dropout={self.dropout}, {remedy}")
         self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6))
-
-    def _check_model(self) -> None:
-        """Refuses a model that cannot be trained on rows of documents."""
-        linear = self.model.startswith("transnormer") and self.balance != "tokens"
-        for ok, what, remedy in (
-            (not self.model.startswith("roberta"), f"model={self.model}", "whose masks are windows': leave it out"),
-            (not self.dropout, f"dropout={self.dropout}", "which attention to documents lacks: add --dropout 0"),
-            (not linear, f"model={self.model}", "whose attention costs no square: add --balance tokens"),
-        ):
-            if not ok:
-                raise UserError(f"balance={self.balance!r} does not go with {what}, {remedy}")

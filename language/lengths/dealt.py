@@ -2,9 +2,9 @@
 
 Several documents share a row. There is no attention between them, their positions restart, and the loss gives every
 target the same weight. After `attend_to_documents(model)`, call
-`model(row.ids, position_ids=row.positions, documents=row.boundaries)`. TransNormer accepts the same call. transformers
-would build a dense mask as large as the square of the row. Here the work is the sum of the documents' squares. With
-balance rings, documents are split over the ranks of an island (`pack_share`).
+`model(row.ids, position_ids=row.positions, documents=row.boundaries)`. transformers would build a dense mask as large
+as the square of the row. Here the work is the sum of the documents' squares. With balance rings, documents are split
+over the ranks of an island (`pack_share`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from core.local_update import LocalUpdateMethod
 from language.data import IGNORE
 from language.lengths.plan import Island, plan
 from language.lengths.ring import Shares, chunks, ring_attention, wait_all
-from language.lengths.rounds import Order, by_tokens, cost, crossing_of, cut, deal, into_parts
+from language.lengths.rounds import Order, cost, crossing_of, cut, deal, into_parts
 from language.metrics import token_loss
 from language.recipe import TextRecipe
-from language.transnormer import TransNormer
 from training.loop.run import Run
 from training.start.workers import largest_of_workers, least_seconds, rank, world_size
 
@@ -148,13 +147,11 @@ def attend_to_documents(model: nn.Module) -> None:
     """Prepares a model for calls with `documents`.
 
     Args:
-        model: A causal language model of transformers, or TransNormer.
+        model: A causal language model of transformers.
 
     Raises:
         UserError: If the model has its own kind of attention, or would mix the documents of a row.
     """
-    if isinstance(model, TransNormer):
-        return
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
@@ -399,14 +396,12 @@ class Dealt:
 
     Attributes:
         documents: The documents.
-        balance: tokens, round or rings.
         crossing: The length at which attention costs as much as the rest of the model.
         group: With balance rings, the island's workers, over which documents are split.
         island: With balance rings, the island's costs.
     """
 
     documents: Documents
-    balance: str
     crossing: float
     group: dist.ProcessGroup | None = None
     island: Island | None = None
@@ -432,7 +427,7 @@ class Dealt:
             raise UserError("balance='rings' with precision='float32': on a GPU give --precision bfloat16 or float16")
         attend_to_documents(model)
         config: Any = model.config
-        dealt = cls(documents, recipe.balance, crossing_of(getattr(config, "hidden_size", None) or config.width))
+        dealt = cls(documents, crossing_of(config.hidden_size))
         if split and run.mesh is not None:
             group, island = island_of(recipe, model, run.mesh, int(documents.lengths.max()), run.autocast())
             dealt = replace(dealt, group=group, island=island)
@@ -446,8 +441,7 @@ class Dealt:
         return int(self.documents.sizes.sum()) // self.documents.sample_size
 
     def __str__(self) -> str:
-        crossing = f"; attention costs as the rest at {self.crossing:,.0f}" if self.balance != "tokens" else ""
-        told = f"balance {self.balance}: {self.documents.about}{crossing}"
+        told = f"whole documents: {self.documents.about}; attention costs as the rest at {self.crossing:,.0f}"
         if (i := self.island) is not None:
             nodes = f" on {i.nodes} machines" if i.nodes > 1 else ""
             costs = " ".join(f"{cost:.3g}" for cost in (i.attention, i.linear, *i.inside, *i.across))
@@ -482,7 +476,7 @@ class Dealt:
             ahead: Returns the number of steps to assign at once.
         """
         d = self.documents
-        full = (d.lengths == d.lengths.max()) & (self.balance != "tokens")
+        full = d.lengths == d.lengths.max()
         order = Order(d.sizes, recipe.batch_size * d.sample_size, full, seed=recipe.seed, workers=workers)
         while start < total:
             steps = min(ahead(), total - start)
@@ -498,8 +492,6 @@ class Dealt:
     def owners(self, numbers: np.ndarray, workers: int) -> np.ndarray:
         """The worker of each document of a round, int64 [n]."""
         lengths, targets = self.documents.lengths[numbers], self.documents.targets[numbers]
-        if self.balance == "tokens":
-            return by_tokens(lengths, workers)
         return deal(np.stack([targets, cost(lengths, self.crossing)], axis=1), workers)
 
     def _round(self, numbers: np.ndarray, steps: int, rows: int, rank: int, workers: int) -> Iterator[Rows]:

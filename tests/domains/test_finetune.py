@@ -135,7 +135,7 @@ def test_a_text_without_a_window_is_refused(tmp_path: Path, monkeypatch: pytest.
     recipe = recipe_of(None, task="text", data=tmp_path)
     with pytest.raises(UserError, match=r"its training text of \d+ tokens is shorter than two windows of context=48"):
         open_task(recipe, tiny_tokenizer(), 48)
-    open_task(replace(recipe, balance="tokens"), tiny_tokenizer(), 48)
+    open_task(replace(recipe, balance="round"), tiny_tokenizer(), 48)
 
 
 def test_workers_share_each_batch_out(tmp_path: Path):

@@ -249,7 +249,7 @@ def test_a_training_text_without_a_window_is_refused_unless_documents_are_whole(
     with pytest.raises(UserError, match="^words: its training text of 4,000 tokens .* context=2000: give a smaller"):
         make_objective(recipe, corpus)
     make_objective(replace(recipe, context=1999), corpus)
-    make_objective(replace(recipe, balance="tokens"), corpus)
+    make_objective(replace(recipe, balance="round"), corpus)
 
 
 def test_an_exported_model_ends_its_text_and_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
