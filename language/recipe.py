@@ -74,10 +74,9 @@ class TextRecipe(Recipe):
         usual = OptimConfig("sgd", momentum=0.0)
         for name in ("name", "momentum", "weight_decay", "clip_grad_norm"):
             if (value := getattr(self.optim, name)) != (needed := getattr(usual, name)):
-                instead = ", and --zeroth.weight_decay for that" if name == "weight_decay" else ""
                 raise UserError(
-                    f"optim.{name}={value!r} with method 'zo', which has no gradients: give --optim.{name} {needed}"
-                    f"{instead}, or start from recipe gpt2_zo_small"
+                    f"optim.{name}={value!r} with method 'zo', which has no gradients: give --optim.{name} {needed}, "
+                    "or start from recipe gpt2_zo_small"
                 )
 
     def _check_balance(self) -> None:

@@ -37,7 +37,7 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (PROMPTS, {"lora": LoraConfig(2, alpha=math.nan)}, "lora.alpha=nan: give a finite number"),
     # without gradients
     (GPT2, {"method": "zo"}, "optim.name='adamw' with method 'zo', which has no gradients: give --optim.name sgd"),
-    (ZO, {"optim": replace(ZO.optim, weight_decay=0.1)}, "and --zeroth.weight_decay for that"),
+    (ZO, {"optim": replace(ZO.optim, weight_decay=0.1)}, "give --optim.weight_decay 0.0"),
     (ZO, {"recompute": True}, "recompute=True with method 'zo'"),
     (ZO, {"per_node": 2}, "per_node=2 with method 'zo', which does not use it"),
     (GPT2, {"method": "ddp", "offload": True}, "offload=True is CO2's own"),
