@@ -45,8 +45,6 @@ class TextRecipe(Recipe):
     method zo, keep the model's blocks on the host, with three at a time on the GPU."""
     epoch_steps: int | None = None
     """Optimizer steps that count as an epoch. None means one pass over the data."""
-    loader_workers: int = 0
-    """Processes per worker that read and mask batches ahead. With 0 the worker itself does so."""
     balance: Literal["none", "round", "rings"] = "none"
     """Train on whole documents, several per row without attention between them, each on one worker. round gives all
     workers equal work and equally many tokens per round. rings is as round among nodes, and the workers of a node
@@ -58,7 +56,6 @@ class TextRecipe(Recipe):
         super().__post_init__()
         if self.method == "zo":
             self._check_zeroth_order()
-        self.check(loader_workers=(0, 1000))
         self.check_least(epoch_steps=1)
         if self.balance != "none":
             self._check_balance()
@@ -67,7 +64,7 @@ class TextRecipe(Recipe):
 
     def _check_zeroth_order(self) -> None:
         """Refuses settings that zeroth-order steps would not use: gradients, and most settings of the optimizer."""
-        unused = {"per_node": 1, "zero": 0, "recompute": False, "compile": False}
+        unused = {"per_node": 1, "zero": 0, "recompute": False}
         for name, needed in unused.items():
             if (value := getattr(self, name)) != needed:
                 raise UserError(f"{name}={value!r} with method 'zo', which does not use it: leave it out")
@@ -89,7 +86,6 @@ class TextRecipe(Recipe):
             (rings or not self.zero, f"zero={self.zero}", meet),
             (self.zero < 2, f"zero={self.zero}", "whose parameters are not whole when a ring's costs are measured"),
             (not rings or not self.dry_run, "dry_run", "which does not know how documents are split"),
-            (not self.compile, "compile", "which would compile every step's documents anew"),
             (not self.loader_workers, f"loader_workers={self.loader_workers}", "which read ahead of the next tau"),
         ):
             if not ok:

@@ -29,6 +29,8 @@ from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule, recompute
 from training.weights.read import load_weights
 
+EMD_POINTS = 256  # at most so many points of each cloud, because matching them takes cubic time
+
 
 def main() -> None:
     recipe = parse(RECIPES, prog="pointcloud.train")
@@ -105,7 +107,7 @@ def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: Poi
             with run.autocast():
                 out = model(points)
             chamfer += chamfer_distance(out.cloud, points).sum().item()
-            size = min(recipe.emd_points, out.cloud.shape[1], points.shape[1])
+            size = min(EMD_POINTS, out.cloud.shape[1], points.shape[1])
             emd += earth_mover_distance(subset(out.cloud, size), subset(points, size)).sum().item()
             loss += chamfer_distance(out.prediction, out.target).mean().item() * len(points)
             count += len(points)

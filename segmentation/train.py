@@ -75,7 +75,7 @@ def train(
     model.train()
     for batch in run.batches(functools.partial(train_batches, train_set, device=run.device)):
         inputs = model.data_preprocessor(batch, training=True)
-        images = to_device(inputs["inputs"], run.device, recipe.channels_last)
+        images = to_device(inputs["inputs"], run.device)
         scalars = backward(run, recipe, model, wrapped, images, inputs["data_samples"])
         run.update(model, optimizer)
         schedule.step()

@@ -23,8 +23,7 @@ from training.start.workers import rank
 
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
-    "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace tracker link_mbit average_buffers"
-    " light_checkpoints",
+    "": "tf32 extend gpu_gb timeout trace tracker link_mbit average_buffers light_checkpoints",
     "co2": "allow_unstable fragments tau_max",
     "optim": "betas eps undecayed power min_lr_share layer_decay",
     "ddp_compression": "error_feedback like lgreco",
@@ -99,13 +98,8 @@ class Recipe(OfMethods):
     uses autocast on GPUs, and scales the loss."""
     tf32: bool = True
     """On GPUs, use TF32 for float32 computations."""
-    cudnn_benchmark: bool = True
-    """On GPUs, let cuDNN try its convolutions and keep the fastest."""
-    channels_last: bool = True
-    """On GPUs, store images with their channels innermost, which is faster for convolutions on tensor cores."""
-    compile: bool = False
-    """Use torch.compile. The result is the same up to rounding, and steps are faster after some minutes at the start.
-    It is off by default, because we did not measure its speed on a GPU. On a CPU it needs a C++ compiler."""
+    loader_workers: int = 0
+    """Processes per worker that load and augment data. With 0 the worker itself does so."""
     per_node: int = 1
     """Number of workers (consecutive ranks) per node. They synchronize gradients at every step, and the method runs
     across nodes. 0 means the workers that torchrun or Slurm started on one machine."""
@@ -152,6 +146,7 @@ class Recipe(OfMethods):
 
     def __post_init__(self) -> None:
         self.check_least(epochs=1, batch_size=1, log_every=1, accumulate=1, seed=0, per_node=0)
+        self.check(loader_workers=(0, 1000))
         numbers = {k: v for k, v in flat(dataclasses.asdict(self)).items() if isinstance(v, int | float)}
         for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):

@@ -46,16 +46,10 @@ CPU = torch.device("cpu")
 
 
 def on_device(
-    images: Tensor,
-    labels: Tensor,
-    device: torch.device,
-    channels_last: bool,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
+    images: Tensor, labels: Tensor, device: torch.device, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
     """Copies uint8 images and their labels to the device, and normalizes the images there."""
-    images = normalise(to_device(images, device, channels_last), mean, std)
-    return images, labels.to(device, non_blocking=True)
+    return normalise(to_device(images, device), mean, std), labels.to(device, non_blocking=True)
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
@@ -156,7 +150,7 @@ class ImageNet:
         augmented, c = Augmented(self.samples, train_transform(recipe)), data_config(recipe)
         batches = load_batches(augmented, (keys for _, keys in ahead), recipe.loader_workers)
         for (batch, _), (images, labels) in zip(plan, batches, strict=True):
-            images, labels = on_device(images, labels, device, recipe.channels_last, c["mean"], c["std"])
+            images, labels = on_device(images, labels, device, c["mean"], c["std"])
             with seeded(mix(*batch), device):
                 images = erasing(images)
                 if mixup:
@@ -173,7 +167,7 @@ class ImageNet:
         transform = create_transform(c["input_size"], **how, use_prefetcher=True)
         batches = load_batches(Augmented(self.samples, transform), keys, recipe.loader_workers, keeper=self)
         for images, labels in batches:
-            yield on_device(images, labels, device, recipe.channels_last, c["mean"], c["std"])
+            yield on_device(images, labels, device, c["mean"], c["std"])
 
     def _mixup(self, recipe: VisionRecipe) -> Mixup | None:
         if not recipe.mixup and not recipe.cutmix:
@@ -265,24 +259,21 @@ class Images:
             images, labels = self._pick(keys)
             if recipe.augment:
                 images = crop_and_flip(images, generator(*batch))
-            yield self._on_device(images, labels, recipe, device)
+            yield self._on_device(images, labels, device)
 
     def test_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, device: torch.device = CPU, batch_size: int = 256
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields this worker's share of the set, in batches on the device, without augmentation."""
         for keys in eval_keys(len(self), batch_size, rank, world_size):
-            yield self._on_device(*self._pick(keys), recipe, device)
+            yield self._on_device(*self._pick(keys), device)
 
     def _pick(self, keys: list[Key]) -> tuple[Tensor, Tensor]:
         index = torch.tensor([i for *_, i in keys])
         return self.images[index], self.labels[index]
 
-    def _on_device(
-        self, images: Tensor, labels: Tensor, recipe: VisionRecipe, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        images, labels = upload(images, device), upload(labels, device)
-        return on_device(images, labels, device, recipe.channels_last, self.mean, self.std)
+    def _on_device(self, images: Tensor, labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        return on_device(upload(images, device), upload(labels, device), device, self.mean, self.std)
 
 
 @dataclass(frozen=True)

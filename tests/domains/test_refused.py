@@ -94,7 +94,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "autoencoder.latent": (1, 1e6), "autoencoder.folding_width": (1, 1e6), "mae.groups": (2, 1e6),
     "mae.group_size": (1, 1e6), "mae.mask_ratio": (1e-9, 1 - 1e-9), "mae.dim": (1, 1e6), "mae.depth": (1, 1e4),
     "mae.heads": (1, 1e6), "mae.decoder_depth": (1, 1e4), "mae.drop_path": BELOW_ONE, "points": (1, 1e6),
-    "emd_points": (1, 1e9),
 }  # fmt: skip
 NUMBERS = (-1, 0, math.nan, math.inf, -math.inf, 1e308, -1e308, 1e20, 10**20, 1e-320, -0.5, 1.5)
 

@@ -33,7 +33,7 @@ from training.loop.static_run import StaticRun
 from training.optim import clip_gradients
 from training.recipe import Recipe, momentum_note
 from training.start.script import StopSignal, lost_output
-from training.start.workers import check_compiler, pick_device, tune, world_size
+from training.start.workers import pick_device, tune, world_size
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Run(Progress):
     def __init__(self, recipe: Recipe):
         check_start(recipe, world_size())
         super().__init__(recipe, pick_device(recipe.device))
-        tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
+        tune(self.device, tf32=recipe.tf32)
         self.folder = RunFolder(recipe.folder, -1 if recipe.elastic else self.rank, self.clock)
         self.rounds = RoundLog(recipe, self.folder, self.device)
         kind: Any = Elastic if recipe.elastic else StaticRun
@@ -115,9 +115,6 @@ class Run(Progress):
         wrapped, method = self._workers.make_method(model, optimizer)
         if self.recipe.ema is not None:  # its first update copies the model
             self._ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.recipe.ema), use_buffers=True)
-        if self.recipe.compile:  # the inner model keeps its parameters' names, and is evaluated without compilation
-            check_compiler(self.device)
-            return torch.compile(wrapped), method  # pyright: ignore[reportReturnType]
         return wrapped, method
 
     def begin(
