@@ -26,7 +26,7 @@ Key = tuple[int, int, int]  # (seed, epoch, index) of a sample; its random numbe
 def train_keys(
     recipe: Any, samples: int, rank: int, world_size: int, start: int, total: int, repeats: int = 1
 ) -> Iterator[tuple[tuple[int, ...], list[Key]]]:
-    """Yields this worker's batches from step `start` to `total`, as (the batch's key, its samples' keys).
+    """Yields this worker's batches from step `start` to `total`, across epochs: (the batch's key, its samples' keys).
 
     A batch's key is (seed, epoch, number in the epoch, rank).
 
@@ -39,9 +39,13 @@ def train_keys(
         total: Steps of the run.
         repeats: See epoch_batches. A copy's index is the sample's index plus a multiple of `samples`.
     """
-    of = dict(seed=recipe.seed, rank=rank, world_size=world_size, start=start, total=total, repeats=repeats)
-    for epoch, number, indices in worker_batches(samples, recipe.batch_size, **of):
-        yield (recipe.seed, epoch, number, rank), [(recipe.seed, epoch, i) for i in indices.tolist()]
+    of = dict(seed=recipe.seed, rank=rank, world_size=world_size, repeats=repeats)
+    steps, batches = steps_per_epoch(samples, recipe.batch_size), torch.empty(0)
+    for step in range(start, total):
+        epoch, number = divmod(step, steps)
+        if step == start or number == 0:
+            batches = epoch_batches(samples, recipe.batch_size, epoch=epoch, **of)
+        yield (recipe.seed, epoch, number, rank), [(recipe.seed, epoch, i) for i in batches[number].tolist()]
 
 
 def eval_keys(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[list[Key]]:
@@ -113,20 +117,6 @@ def epoch_batches(
         return copies.flatten()[: steps * batch_size].view(steps, share, world_size)[:, :, rank]
     batches = order[: steps * batch_size].view(steps, world_size, share)
     return batches[:, rank]
-
-
-def worker_batches(
-    n: int, batch_size: int, *, seed: int, rank: int, world_size: int, start: int, total: int, repeats: int = 1
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Yields this worker's batches from step `start` to `total`, across epochs: (epoch, number in it, indices)."""
-    of = dict(seed=seed, rank=rank, world_size=world_size, repeats=repeats)
-    steps = steps_per_epoch(n, batch_size)
-    batches = torch.empty(0)
-    for step in range(start, total):
-        epoch, number = divmod(step, steps)
-        if step == start or number == 0:
-            batches = epoch_batches(n, batch_size, epoch=epoch, **of)
-        yield epoch, number, batches[number]
 
 
 def eval_share(n: int, *, rank: int, world_size: int) -> range:
