@@ -100,7 +100,6 @@ def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: Poi
     patches only.
     """
     with run.paused():
-        model.eval()
         chamfer = emd = loss = count = 0.0
         for points in test_set.test_batches(recipe, run.rank, run.world_size):
             points = points.to(run.device, non_blocking=True)
@@ -113,7 +112,6 @@ def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: Poi
             count += len(points)
         if run.draws:
             save_picture(run, recipe, model, test_set)
-        model.train()
         chamfer, emd, loss, count = run.sum(chamfer, emd, loss, count)
         results = {"test_chamfer": chamfer / count, "test_emd": emd / count, "test_loss": loss / count}
     run.log_evaluation(results)

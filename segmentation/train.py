@@ -135,7 +135,6 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
     metric = SegmentationMetric(classes, run.device)
     shown = 0
     with run.paused():
-        model.eval()
         size = EVAL_BATCH[run.recipe.dataset]
         for batch in eval_batches(eval_set, run.recipe, run.rank, run.world_size, size, run.device):
             samples = model(**model.data_preprocessor(batch, training=False), mode="predict")
@@ -146,7 +145,6 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -
                     picture = side_by_side(image, label, prediction, classes, palette)
                     run.folder.writer.add_figure(f"{split}/image_label_prediction_{shown}", picture, run.step)
                     shown += 1
-        model.train()
         results = {f"{split}_{key}": value for key, value in metric.compute(run.sum_tensor).items()}
     run.log_evaluation(results)
     return {key: value for key, value in results.items() if "IoU/" not in key}

@@ -5,7 +5,7 @@ import difflib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
@@ -222,7 +222,20 @@ def make_schedule(optimizer: torch.optim.Optimizer, total_steps: int, config: Op
     return LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, config))
 
 
-# -- the backward pass ------------------------------------------------------------------------------------------------
+# -- the forward and the backward pass --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts every module into eval mode for a block, and back into its own mode."""
+    training = [m for m in model.modules() if m.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 Scalars = dict[str, Tensor]

@@ -40,6 +40,7 @@ from language.lengths.rounds import Order, cost, crossing_of, cut, deal, into_pa
 from language.metrics import token_loss
 from language.recipe import TextRecipe
 from training.loop.run import Run
+from training.optim import evaluating
 from training.start.workers import largest_of_workers, least_seconds, rank, world_size
 
 NAME = "documents"  # under which the attention is registered with transformers
@@ -163,9 +164,8 @@ def attend_to_documents(model: nn.Module) -> None:
     model.set_attn_implementation(NAME)  # pyright: ignore[reportCallIssue]
     if config._attn_implementation != NAME:  # the model has warned
         raise UserError(f"{name} computes its attention in a way of its own: leave --balance out")
-    training = model.training
-    _check_apart(model.eval())
-    model.train(training)
+    with evaluating(model):
+        _check_apart(model)
 
 
 @torch.no_grad()

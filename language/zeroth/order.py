@@ -44,6 +44,7 @@ from core.local_update import Loop
 from core.stats import RoundStats
 from core.testing.link import Link
 from training.data.samples import mix
+from training.optim import evaluating
 
 NUMBERS = 3  # (sum of the samples' losses at W + eps z, the same at W - eps z, samples)
 
@@ -429,20 +430,6 @@ class ScratchCopy:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which every module is in eval mode, and autocast caches no weights."""
-    training = [m for m in model.modules() if m.training]
-    for module in training:
-        module.training = False
-    try:
-        with weights_uncached():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextlib.contextmanager
 def weights_uncached() -> Iterator[None]:
     """A context without autocast's cache. The cache is keyed by the parameter, whose data change here."""
     cached = torch.is_autocast_cache_enabled()
@@ -550,7 +537,7 @@ class ZerothOrder(Loop):
         if not (math.isfinite(count) and count >= 0):
             raise UserError(f"count={count}: give how many samples the loss is the mean of")
         number, signs = self.steps, self.place.signs
-        with evaluating(self.model):
+        with evaluating(self.model), weights_uncached():
             sides = self._measure(loss, count, number, signs)
         self.own_loss = sum(sides) / (len(signs) * count) if count else math.nan
         row = [*sides, float(count), *self._requests.take()]

@@ -241,9 +241,11 @@ def evaluated(rank: int, world_size: int, folder: str, names: list[str]) -> dict
 
     def evaluate(run: Run, model: nn.Module) -> None:
         with run.paused():
+            assert not model.training
             weight = model.weight.detach().clone()
             dist.broadcast(first := weight.clone(), 0)
             alike[name].append(bool(run.sum(float(not torch.equal(weight, first)))[0] == 0))
+        assert model.training
         run.log_evaluation({"score": 1.0})
 
     for name in names:

@@ -30,7 +30,7 @@ from training.folder.rounds import RoundLog
 from training.folder.run_folder import RunFolder
 from training.loop.progress import Actions, Progress, TrainState
 from training.loop.static_run import StaticRun
-from training.optim import clip_gradients
+from training.optim import clip_gradients, evaluating
 from training.recipe import Recipe, momentum_note
 from training.start.script import StopSignal, lost_output
 from training.start.workers import pick_device, tune, world_size
@@ -274,10 +274,16 @@ class Run(Progress):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Provides the model to evaluate, averaged over workers if the method allows it, and stops the clock."""
-        method = self._trained.method
+        """Provides the model in eval mode, averaged over workers if the method allows it, and stops the clock."""
+        method, eval_mode = self._trained.method, evaluating(self._trained.model)
         gathering = self._workers.gathered() if self._parted else contextlib.nullcontext()
-        with method.averaged_model() as self._shared, self.clock.paused(), gathering, self.averaged_weights():
+        with (
+            method.averaged_model() as self._shared,
+            self.clock.paused(),
+            gathering,
+            self.averaged_weights(),
+            eval_mode,
+        ):
             yield
 
     @contextlib.contextmanager

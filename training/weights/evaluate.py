@@ -71,7 +71,7 @@ def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
     made = join(device, recipe.timeout, settings(recipe))
     model, evaluate = open_task(recipe)
     load_weights(model, given.weights or given.run, "weights" if given.weights else "run")
-    model.to(device)
+    model.to(device).eval()
     results = evaluate(Evaluation(recipe, device))
     if rank() == 0:
         of = given.weights or f"{given.run}, {finished(given.run / 'checkpoints')[0]}"
