@@ -1,5 +1,6 @@
 """The settings of a language modeling run."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
@@ -98,7 +99,7 @@ class TextRecipe(Recipe):
             raise UserError("balance='rings' with per_node=1: nobody could split a document; add --per_node 2 or more")
         if self.balance != "rings":
             raise UserError(f"rings.costs={costs} is balance rings' own: leave it out, or add --balance rings")
-        if costs and (len(costs) not in (4, 6) or min(costs) < 0):
+        if costs and (len(costs) not in (4, 6) or not all(0 <= cost < math.inf for cost in costs)):
             raise UserError(f"rings.costs={' '.join(map(str, costs))}: give 4 or 6 numbers, 0 or more")
 
     def data_workers(self, workers: int) -> int:

@@ -54,6 +54,7 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (ISLANDS, {"dry_run": True}, "does not go with dry_run"),
     (ISLANDS, {"rings": RingsConfig(costs=(1.0, 2.0))}, "rings.costs=1.0 2.0: give 4 or 6 numbers, 0 or more"),
     (ISLANDS, {"rings": RingsConfig(costs=(1.0, -2.0, 0.0, 0.0))}, "give 4 or 6 numbers, 0 or more"),
+    (ISLANDS, {"rings": RingsConfig(costs=(1.0, math.nan, 0.0, 0.0))}, "give 4 or 6 numbers, 0 or more"),
     (ISLANDS, {"balance": "round", "per_node": 1}, "is balance rings' own: leave it out, or add"),
     # workers that come and go
     (ELASTIC, {"method": "ddp"}, "method='ddp'"),
