@@ -152,16 +152,8 @@ class Recipe(OfMethods):
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
         for ok, name, remedy in (
-            (
-                max(self.interval("eval_every", 1)) > 0,
-                "eval_every",
-                "epochs, or a part of one, or 500steps or 30minutes, above 0",
-            ),
-            (
-                self.interval("checkpoint_every", 1) >= (0, 0),
-                "checkpoint_every",
-                "epochs, 500steps or 30minutes, or 0 for none",
-            ),
+            (max(self.interval("eval_every", 1)) > 0, "eval_every", "epochs, 500steps or 30minutes, above 0"),
+            (min(self.interval("checkpoint_every", 1)) >= 0, "checkpoint_every", "epochs, 500steps, 30minutes, or 0"),
             (self.ema is None or 0 < self.ema < 1, "ema", "a decay between 0 and 1"),
             (self.tracker in (None, "wandb", "mlflow"), "tracker", "wandb or mlflow"),
             (self.gpu_gb is None or self.gpu_gb > 0, "gpu_gb", "the GB of a GPU, above 0"),
