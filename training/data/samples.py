@@ -168,6 +168,29 @@ def load_batches(
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
 
 
+class Keyed(Dataset[Any]):
+    """A data set whose items follow from their keys, so that loading processes change nothing.
+
+    Attributes:
+        collate: Makes a batch of items. None means torch's default.
+    """
+
+    collate: Callable[[list[Any]], Any] | None = None
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def train_batches(self, recipe: Any, rank: int, world_size: int, start: int, total: int) -> Iterator[Any]:
+        """Yields this worker's batches from step `start` to `total`."""
+        keys = (keys for _, keys in train_keys(recipe, len(self), rank, world_size, start, total))
+        return load_batches(self, keys, recipe.loader_workers, collate=self.collate)
+
+    def test_batches(self, recipe: Any, rank: int, world_size: int, batch_size: int = 32) -> Iterator[Any]:
+        """Yields this worker's share of the set, every item once, in batches of at most batch_size."""
+        keys = eval_keys(len(self), batch_size, rank, world_size)
+        return load_batches(self, keys, recipe.loader_workers, collate=self.collate, keeper=self)
+
+
 def _begin_loading(_: int) -> None:
     """Makes a loading process ignore stop signals, which may go to all processes. It ends with its worker.
 
