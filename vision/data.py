@@ -38,7 +38,7 @@ from training.data.files import cached, damaged, data_root, missing, read_arrays
 from training.data.images import read_rgb
 from training.data.samples import Key, eval_keys, generator, load_batches, mix, seeded, train_keys
 from training.start.workers import to_device, upload
-from vision.index import IndexedFolder, Shards, tars
+from vision.index import Pictures, Shards, tars
 from vision.model import image_size, weights_config
 from vision.recipes import VisionRecipe
 
@@ -86,7 +86,7 @@ def mirrored(places: Tensor, size: int) -> Tensor:
 # -- ImageNet ---------------------------------------------------------------------------------------------------------
 
 
-Samples = IndexedFolder | Shards
+Samples = Pictures | Shards
 STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 
@@ -119,11 +119,8 @@ class ImageNet:
     """Labeled images in class folders or tar shards. DataLoader workers decode and augment them."""
 
     def __init__(self, folder: Path):
-        try:
-            self.samples: Samples = Shards(folder) if tars(folder) else IndexedFolder(str(folder))
-        except FileNotFoundError as error:
-            raise UserError(f"{folder}: {str(error).splitlines()[0]}; every class is a folder with images") from None
-        self.classes = tuple(self.samples.classes)
+        self.samples: Samples = Shards(folder) if tars(folder) else Pictures(folder)
+        self.classes = self.samples.classes
 
     def number_as(self, classes: tuple[str, ...]) -> None:
         """Gives the classes the places of their names in `classes`. Folders are sorted as text, shards by number."""
