@@ -14,7 +14,7 @@ from training.optim import OptimConfig
 from training.recipe import MethodName, Recipe
 
 ModelName = Literal[
-    "gpt2_tiny", "gpt2_mini", "gpt2_small", "gpt2_medium", "gpt2_large", "gpt2_xl",
+    "gpt2_tiny", "gpt2_small", "gpt2_medium", "gpt2_large", "gpt2_xl",
     "roberta_tiny", "roberta_base", "roberta_large", "transnormer_tiny", "transnormer_7b",
 ]  # fmt: skip
 TextMethod = Literal[MethodName, "zo"]

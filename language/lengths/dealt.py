@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -334,7 +334,8 @@ def hop_of(
 SCANNED = 1 << 26  # tokens of a file that are scanned at a time
 
 
-class Documents(Protocol):
+@dataclass(frozen=True)
+class Documents:
     """The documents of a task.
 
     Attributes:
@@ -343,6 +344,7 @@ class Documents(Protocol):
         sizes: Each document's share of a step's size, int64 [documents].
         sample_size: The size of one sample of the batch size.
         about: A line that describes them.
+        read: Returns a document by its number.
     """
 
     lengths: np.ndarray
@@ -350,11 +352,10 @@ class Documents(Protocol):
     sizes: np.ndarray
     sample_size: int
     about: str
+    read: Callable[[int], Document]
 
-    def read(self, number: int) -> Document: ...
 
-
-class TextDocuments:
+def text_documents(tokens: np.ndarray, end: int, context: int) -> Documents:
     """The documents of a token file, without empty ones. Longer ones are cut into pieces of `context` tokens.
 
     Each token except a document's first is predicted once.
@@ -364,30 +365,28 @@ class TextDocuments:
         end: The id that ends a document.
         context: The most tokens of a piece.
     """
+    parts = range(0, len(tokens), SCANNED)
+    ends = np.concatenate([at + 1 + np.flatnonzero(tokens[at : at + SCANNED] == end) for at in parts])
+    if not len(ends) or ends[-1] < len(tokens):
+        ends = np.append(ends, len(tokens))
+    begins = np.concatenate([[0], ends[:-1]])
+    inputs = ends - begins - 1
+    begins, inputs = begins[inputs > 0], inputs[inputs > 0]
+    if not len(inputs):
+        raise UserError(f"{len(ends)} documents, all of them empty: give text")
+    lengths, pieces = cut(inputs, context), -(-inputs // context)
+    number = np.arange(len(lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.repeat(begins, pieces) + context * number
+    longer, empty = int((pieces > 1).sum()), len(ends) - len(inputs)
+    about = f"{len(inputs):,} documents, of which {longer:,} are longer than {context:,} tokens and are cut"
+    about += f"; {empty:,} empty ones left out" if empty else ""
 
-    def __init__(self, tokens: np.ndarray, end: int, context: int):
-        parts = range(0, len(tokens), SCANNED)
-        ends = np.concatenate([at + 1 + np.flatnonzero(tokens[at : at + SCANNED] == end) for at in parts])
-        if not len(ends) or ends[-1] < len(tokens):
-            ends = np.append(ends, len(tokens))
-        begins = np.concatenate([[0], ends[:-1]])
-        inputs = ends - begins - 1
-        begins, inputs = begins[inputs > 0], inputs[inputs > 0]
-        if not len(inputs):
-            raise UserError(f"{len(ends)} documents, all of them empty: give text")
-        self.tokens, self.lengths, self.sample_size = tokens, cut(inputs, context), context
-        pieces = -(-inputs // context)
-        number = np.arange(len(self.lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self.begins = np.repeat(begins, pieces) + context * number
-        self.targets = self.sizes = self.lengths
-        longer, empty = int((pieces > 1).sum()), len(ends) - len(inputs)
-        self.about = f"{len(inputs):,} documents, of which {longer:,} are longer than {context:,} tokens and are cut"
-        self.about += f"; {empty:,} empty ones left out" if empty else ""
-
-    def read(self, number: int) -> Document:
-        at, length = self.begins[number], self.lengths[number]
-        found = torch.from_numpy(self.tokens[at : at + length + 1].astype(np.int64))
+    def read(number: int) -> Document:
+        at, length = starts[number], lengths[number]
+        found = torch.from_numpy(tokens[at : at + length + 1].astype(np.int64))
         return found[:-1], found[1:]
+
+    return Documents(lengths, lengths, lengths, context, about, read)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from core.testing import run_distributed
 from language import model as models
 from language.data import IGNORE
 from language.lengths import dealt, rounds
-from language.lengths.dealt import Dealt, TextDocuments, steps_ahead
+from language.lengths.dealt import Dealt, steps_ahead, text_documents
 from language.metrics import token_loss
-from language.prompts import PromptDocuments
+from language.prompts import prompt_documents
 from language.recipes import gpt2_pydoc_small
 from tests.tiny_models import CONFIGS
 
@@ -137,7 +137,7 @@ def test_a_text_becomes_documents_and_every_token_but_the_first_is_predicted_onc
     lengths = [5, 1, 17, 2, 9, 1, 33]  # two hold nothing but their end
     for unfinished in (0, 3):
         tokens = np.concatenate([text(lengths), np.arange(900, 900 + unfinished, dtype=np.uint32)])
-        found = TextDocuments(tokens, END, context=8)
+        found = text_documents(tokens, END, context=8)
         assert found.lengths.max() == 8 and found.lengths.min() >= 1
         targets = torch.cat([found.read(i)[1] for i in range(len(found.lengths))]).tolist()
         begins = np.cumsum([0, *lengths])
@@ -147,14 +147,14 @@ def test_a_text_becomes_documents_and_every_token_but_the_first_is_predicted_onc
             assert len(inputs) == len(wanted) == found.lengths[i] and END not in inputs.tolist()
     assert (
         "5 documents, of which 3 are longer than 4 tokens and are cut; 2 empty ones left out"
-        in TextDocuments(text(lengths), END, 4).about
+        in text_documents(text(lengths), END, 4).about
     )
     with pytest.raises(UserError, match="2 documents, all of them empty"):
-        TextDocuments(np.zeros(2, dtype=np.uint16), END, 8)
+        text_documents(np.zeros(2, dtype=np.uint16), END, 8)
 
 
 def test_prompts_are_documents_whose_answers_alone_are_targets():
-    found = PromptDocuments([([5, 6, 7, 8], 3), ([5, 9], 1)])
+    found = prompt_documents([([5, 6, 7, 8], 3), ([5, 9], 1)])
     assert found.lengths.tolist() == [3, 1] and found.targets.tolist() == [1, 1] and found.sizes.tolist() == [1, 1]
     inputs, targets = found.read(0)
     assert inputs.tolist() == [5, 6, 7] and targets.tolist() == [IGNORE, IGNORE, 8]
@@ -165,7 +165,7 @@ def test_prompts_are_documents_whose_answers_alone_are_targets():
 
 def steps_of(rank: int, workers: int, start: int, taus: list[int], rows: int = 1) -> list[dealt.Rows]:
     """Of rounds of so many steps each."""
-    dealt = Dealt(TextDocuments(text(drawn()), END, 64), 100.0)
+    dealt = Dealt(text_documents(text(drawn()), END, 64), 100.0)
     recipe = replace(RECIPE, accumulate=rows)
     ahead = iter(taus)
     return list(dealt.steps(recipe, rank, workers, start, start + sum(taus), lambda: next(ahead)))
@@ -207,7 +207,7 @@ def test_a_run_goes_on_from_any_round_also_where_tau_has_changed():
 
 
 def test_a_worker_without_documents_gets_fillers():
-    dealt = Dealt(TextDocuments(text([65, 40, 3]), END, 64), 100.0)
+    dealt = Dealt(text_documents(text([65, 40, 3]), END, 64), 100.0)
     recipe = replace(RECIPE, batch_size=1)
     (step,) = dealt.steps(recipe, 2, 3, 0, 1, lambda: 1)
     (row,) = step.parts
@@ -229,7 +229,7 @@ def test_a_deal_is_for_a_round():
 
 
 def test_fewer_documents_than_workers_or_than_a_step_are_refused(monkeypatch: pytest.MonkeyPatch):
-    found = TextDocuments(text([9, 9, 9]), END, 8)
+    found = text_documents(text([9, 9, 9]), END, 8)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="3 documents over 4 workers: give as many, or --balance none"):
         Dealt.of(RECIPE, models.build_model("gpt2_tiny", vocab_size=97, context=64, dropout=0.0), found)

@@ -31,7 +31,6 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (DIGITS, {"mixup": 0.5}, "mixup=0.5 is for imagenet only, not digits: leave it out"),
     # fine-tuning
     (PROMPTS, {"lora": LoraConfig(-1)}, "lora rank=-1"),
-    (PROMPTS, {"lora": LoraConfig(2), "trainable": ("*bias",)}, "leave one out"),
     (PROMPTS, {"weights": "bfloat16"}, "weights=bfloat16 with method 'ddp'"),
     (PROMPTS, {"zero": 3, "per_node": 0}, "zero=3: one worker"),
     (PROMPTS, {"lora": LoraConfig(2, alpha=math.nan)}, "lora.alpha=nan: give a finite number"),
