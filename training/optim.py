@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -159,12 +158,6 @@ def clip_gradients(model: nn.Module, config: OptimConfig) -> None:
         clip(config.clip_grad_norm)
     else:
         nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
-
-
-def lent_rate(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
-    """Returns the learning rate of an optimizer that never steps, and silences the warning of torch's schedules."""
-    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before", UserWarning)
-    return lambda: optimizer.param_groups[0]["lr"]
 
 
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:

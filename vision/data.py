@@ -143,7 +143,7 @@ class ImageNet:
         depend on (seed, epoch, number of the batch, rank).
         """
         plan, ahead = itertools.tee(train_keys(recipe, len(self), rank, world_size, start, total, recipe.repeats))
-        mixup, erasing = self._mixup(recipe), erasing_of(recipe, device)
+        mixup, erasing = self._mixup(recipe), RandomErasing(recipe.random_erasing, mode="pixel", device=str(device))
         augmented, c = Augmented(self.samples, train_transform(recipe)), data_config(recipe)
         batches = load_batches(augmented, (keys for _, keys in ahead), recipe.loader_workers)
         for (batch, _), (images, labels) in zip(plan, batches, strict=True):
@@ -206,11 +206,6 @@ def train_transform(recipe: VisionRecipe) -> Any:
     except Exception as error:  # timm raises many kinds of errors for an unknown policy
         remedy = "give a policy of timm, such as rand-m9-mstd0.5-inc1"
         raise UserError(f"auto_augment={recipe.auto_augment!r} ({reason(error)}): {remedy}") from None
-
-
-def erasing_of(recipe: VisionRecipe, device: torch.device) -> RandomErasing:
-    """Returns timm's random erasing of normalized images, with a random value for each pixel, on the device."""
-    return RandomErasing(recipe.random_erasing, mode="pixel", device=str(device))
 
 
 # -- images in memory -------------------------------------------------------------------------------------------------

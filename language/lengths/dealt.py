@@ -36,7 +36,7 @@ from core.local_update import LocalUpdateMethod
 from language.data import IGNORE
 from language.lengths.plan import Island, plan
 from language.lengths.ring import Shares, chunks, ring_attention, wait_all
-from language.lengths.rounds import Order, cost, crossing_of, cut, deal, into_parts
+from language.lengths.rounds import Order, cost, cut, deal, into_parts
 from language.metrics import token_loss
 from language.recipe import TextRecipe
 from training.loop.run import Run
@@ -426,7 +426,8 @@ class Dealt:
             raise UserError("balance='rings' with precision='float32': on a GPU give --precision bfloat16 or float16")
         attend_to_documents(model)
         config: Any = model.config
-        dealt = cls(documents, crossing_of(config.hidden_size))
+        # per token a layer has 12 width^2 multiplications in its matrices, and width x length in attention, half masked
+        dealt = cls(documents, 12.0 * config.hidden_size)
         if split and run.mesh is not None:
             group, island = island_of(recipe, model, run.mesh, int(documents.lengths.max()), run.autocast())
             dealt = replace(dealt, group=group, island=island)
