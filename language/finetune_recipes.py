@@ -56,11 +56,8 @@ class FinetuneRecipe(TextRecipe):
             raise UserError(f"answers={' '.join(map(repr, self.answers))}: give two or more, each once")
         if self.weights != "float32" and self.method != "zo":
             raise UserError(f"weights={self.weights} with method {self.method!r}: it needs float32; leave it out")
-        if self.init_from is not None:
-            raise UserError(f"init_from={self.init_from}: --model names the initial weights; leave it out")
-        for name in ("zero", "elastic"):
-            if value := getattr(self, name):
-                raise UserError(f"{name}={value}: one worker, which has the whole model, writes it; leave it out")
+        self.leave_out("does not go with --model, which names the initial weights", init_from=None)
+        self.leave_out("does not go with tuning, where one worker writes the whole model", zero=0, elastic=False)
 
 
 MEZO = OptimConfig("sgd", lr=1e-6, momentum=0.0, schedule="constant")

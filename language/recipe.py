@@ -65,10 +65,7 @@ class TextRecipe(Recipe):
 
     def _check_zeroth_order(self) -> None:
         """Refuses settings that zeroth-order steps would not use: gradients, and most settings of the optimizer."""
-        unused = {"per_node": 1, "zero": 0, "recompute": False}
-        for name, needed in unused.items():
-            if (value := getattr(self, name)) != needed:
-                raise UserError(f"{name}={value!r} with method 'zo', which does not use it: leave it out")
+        self.leave_out("with method 'zo', which does not use it", per_node=1, zero=0, recompute=False)
         usual = OptimConfig("sgd", momentum=0.0)
         for name in ("name", "momentum", "weight_decay", "clip_grad_norm"):
             if (value := getattr(self.optim, name)) != (needed := getattr(usual, name)):

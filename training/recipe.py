@@ -176,9 +176,7 @@ class Recipe(OfMethods):
             return
         if "elastic" not in spec_of(self.method).takes:
             raise UserError(f"elastic does not go with method={self.method!r}: give --method co2, or no elastic")
-        for name, needed in (("zero", 0), ("shard", False), ("offload", False)):
-            if (value := getattr(self, name)) != needed:
-                raise UserError(f"elastic does not go with {name}={value!r}: give {name}={needed!r}, or no elastic")
+        self.leave_out("does not go with elastic", zero=0, shard=False, offload=False)
         if self.interval("eval_every", 1)[1]:
             raise UserError(f"elastic does not go with eval_every={self.eval_every}: give epochs or steps")
         check_elastic(self.co2)
@@ -194,6 +192,12 @@ class Recipe(OfMethods):
         for name, value in least.items():
             if (found := getattr(self, name)) is not None and found < value:
                 raise UserError(f"{name}={found}: give {value} or more")
+
+    def leave_out(self, why: str, **needed: Any) -> None:
+        """Refuses a field that has another value than the one it needs, and says why."""
+        for name, value in needed.items():
+            if (given := getattr(self, name)) != value:
+                raise UserError(f"{name}={given!r} {why}: leave it out")
 
     def check_share(self, workers: int) -> None:
         """Refuses a worker's share of a batch that the task cannot train on."""

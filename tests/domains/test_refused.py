@@ -32,7 +32,7 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     # fine-tuning
     (PROMPTS, {"lora": LoraConfig(-1)}, "lora rank=-1"),
     (PROMPTS, {"weights": "bfloat16"}, "weights=bfloat16 with method 'ddp'"),
-    (PROMPTS, {"zero": 3, "per_node": 0}, "zero=3: one worker"),
+    (PROMPTS, {"zero": 3, "per_node": 0}, "zero=3 does not go with tuning, where one worker"),
     (PROMPTS, {"lora": LoraConfig(2, alpha=math.nan)}, "lora.alpha=nan: give a finite number"),
     # without gradients
     (GPT2, {"method": "zo"}, "optim.name='adamw' with method 'zo', which has no gradients: give --optim.name sgd"),
