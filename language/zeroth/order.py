@@ -612,7 +612,7 @@ class ZerothOrder(Loop):
             UserError: If the checkpoint has other settings.
         """
         here = self._lasting()
-        if changed := [f"{k}={v!r}, here {here[k]!r}" for k, v in state["config"].items() if here[k] != v]:
+        if changed := [f"{k}={v!r}, here {here.get(k)!r}" for k, v in state["config"].items() if here.get(k) != v]:
             raise UserError(f"the checkpoint has {', '.join(changed)}: resume with its settings")
         self.log = ScalarLog.from_state(state["log"])
         for update in state["pending"]:
