@@ -30,7 +30,7 @@ class SegmentationRecipe(Recipe):
     sync_bn: Literal["no", "node", "all"] = "no"
     """On GPUs, which images share BatchNorm's statistics in every forward pass: a worker's own (no), all images of a
     node (node), or with ddp all images (all). mmseg's published runs share them over 16 images. In any case
-    average_buffers averages the running statistics."""
+    a round averages the running statistics."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

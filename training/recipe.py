@@ -23,7 +23,7 @@ from training.start.workers import rank
 
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
-    "": "tf32 extend gpu_gb timeout trace tracker link_mbit average_buffers light_checkpoints",
+    "": "tf32 extend gpu_gb timeout trace tracker link_mbit light_checkpoints",
     "co2": "allow_unstable fragments tau_max",
     "optim": "betas eps undecayed power min_lr_share layer_decay",
     "ddp_compression": "error_feedback like lgreco",
@@ -89,8 +89,6 @@ class Recipe(OfMethods):
     recompute: bool = False
     """Keep only each block's input in the forward pass and compute the rest again in the backward pass, to save memory.
     The result is the same."""
-    average_buffers: bool = True
-    """Average BatchNorm statistics with the parameters."""
     ema: float | None = None
     """Decay of a running average of the weights (EMA), such as 0.9999, which evaluations and exports then use."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
