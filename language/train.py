@@ -180,7 +180,7 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
     make = task.batches
     if recipe.method == "zo":
         wrapped, method = model, of_run(run, model, optimizer, blocks_of(model))
-        place = method.data_rank, method.data_workers  # both workers of a pair get the same data
+        place = method.place.data_rank, method.place.data_workers  # both workers of a pair get the same data
         make = lambda recipe, rank, workers, start, total: task.batches(recipe, *place, start, total)  # noqa: E731
     else:
         wrapped, method = run.make_method(model, optimizer)

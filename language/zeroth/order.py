@@ -1,7 +1,7 @@
 """Zeroth-order training: MeZO's step (arXiv 2305.17333) on many workers, each of which measures a part of it.
 
     zo = ZerothOrder(model, ZerothConfig(eps=1e-3), lr=1e-6)
-    for batch in loader:                                # the part zo.data_rank of zo.data_workers
+    for batch in loader:                                # the part zo.place.data_rank of zo.place.data_workers
         zo.step(lambda model: loss(model, batch), count=len(batch))
         zo.sync_for_eval()                              # only before an evaluation or a checkpoint
     zo.finish()
@@ -29,7 +29,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -369,17 +369,6 @@ PATIENCE = 10  # dropped steps in a row that end the run
 Loss = Callable[[nn.Module], Tensor | float]
 
 
-class Forward(Protocol):
-    """Measures losses at perturbed weights, and decides where the weights are stored."""
-
-    pending: list[Update]
-
-    def losses(self, loss: Loss, step: int, signs: tuple[int, ...]) -> list[Tensor | float]: ...
-    def apply(self, update: Update) -> None: ...
-    def flush(self) -> None: ...
-    def inference(self) -> contextlib.AbstractContextManager[None]: ...
-
-
 class ScratchCopy:
     """Keeps all weights on their device, with one copy to perturb. Applies each update at once.
 
@@ -387,13 +376,16 @@ class ScratchCopy:
         model: The model.
         weights: Its trained parameters.
         params: The parameters to perturb and update. None: all trained parameters.
+
+    Attributes:
+        pending: The deferred updates, none here.
     """
 
     def __init__(self, model: nn.Module, weights: Weights, params: Sequence[nn.Parameter] | None = None):
         self._model, self._weights = model, weights
         self._params = weights.params if params is None else params
         self._scratch = [torch.empty_like(p, requires_grad=False) for p in self._params]
-        self.pending: list[Update] = []  # always empty
+        self.pending: list[Update] = []
 
     def losses(self, loss: Loss, step: int, signs: tuple[int, ...]) -> list[Tensor | float]:
         """loss(model) at W + sign eps z for each sign."""
@@ -424,9 +416,10 @@ class ScratchCopy:
     def flush(self) -> None:
         """Does nothing, because no update is deferred here."""
 
-    def inference(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
         """A context in which the model can be called at W. Here it always can."""
-        return contextlib.nullcontext()
+        yield
 
 
 @contextlib.contextmanager
@@ -472,7 +465,7 @@ class ZerothOrder(Loop):
         timeout: float = 600.0,
         link: Link | None = None,
         requests: Requests | None = None,
-        make_forward: Callable[[nn.Module, Weights], Forward] = ScratchCopy,
+        make_forward: Callable[[nn.Module, Weights], ScratchCopy] = ScratchCopy,
     ):
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
         self._timeout, self._link, self._requests = timeout, link, requests or Requests()
@@ -504,16 +497,6 @@ class ZerothOrder(Loop):
         return len(self.log)
 
     rounds = steps
-
-    @property
-    def data_rank(self) -> int:
-        """This worker's part of the data, of `data_workers` parts."""
-        return self.place.data_rank
-
-    @property
-    def data_workers(self) -> int:
-        """The number of parts. Both workers of a pair use the same part."""
-        return self.place.data_workers
 
     @torch.no_grad()
     def step(self, loss: Loss, count: float) -> Update:

@@ -62,7 +62,7 @@ def rate(step: int) -> float:
 
 
 def step_of(zo: ZerothOrder, step: int):
-    x = share(step, zo.data_rank, zo.data_workers)
+    x = share(step, zo.place.data_rank, zo.place.data_workers)
     zo.lr = rate(step)
     return zo.step(lambda m: losses_of(m, x).mean(), count=len(x))
 

@@ -61,7 +61,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 def both_step(step: int, zo: ZerothOrder, whole: ZerothOrder, within: Callable = contextlib.nullcontext) -> None:
     """The same losses, in two micro-batches: two sweeps over the blocks."""
-    ids = batch(10 * step + zo.data_rank)
+    ids = batch(10 * step + zo.place.data_rank)
 
     def loss(m: nn.Module) -> Tensor:
         with within():
