@@ -410,7 +410,7 @@ def open_wikitext2(corpus: Corpus) -> np.ndarray:
     tokenizer = corpus.tokenizer
     if tokenizer is None:
         raise UserError(f"{corpus.folder} has no tokenizer.json to encode WikiText-2 with: add it, or --no_wikitext2")
-    file = wikitext2_file()
+    file = _file("WikiText-2", "wt2.test.txt", "the plain test text (or --no_wikitext2)")
     key = _key(file.read_bytes(), tokenizer.to_str().encode())
 
     def build(target: Path) -> None:
@@ -418,11 +418,6 @@ def open_wikitext2(corpus: Corpus) -> np.ndarray:
 
     folder = cached(f"wikitext2-{key}", build)
     return open_tokens(folder / "test.bin", token_dtype(tokenizer), vocabulary_size(tokenizer))
-
-
-def wikitext2_file() -> Path:
-    """Returns the file of WikiText-2's test text. Raises UserError if it is missing."""
-    return _file("WikiText-2", "wt2.test.txt", "the plain test text (or --no_wikitext2)")
 
 
 def gutenberg_file() -> Path:

@@ -38,8 +38,6 @@ class FinetuneRecipe(TextRecipe):
     """Answers that a prompt may have. The default is all answers in the training file."""
     context: int | None = None
     """Most tokens of a sample that the model reads. None means all positions of the model."""
-    trainable: tuple[str, ...] = ("*",)
-    """Parameters to tune, as patterns of their names, such as "*.bias" or "*layers.1?.*"."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     weights: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the parameters. The 16-bit types are only for method zo, which needs no gradients."""
@@ -54,17 +52,12 @@ class FinetuneRecipe(TextRecipe):
             raise UserError(
                 f"lora rank={self.lora.rank}, alpha={self.lora.alpha}: give a rank of 0 or more, alpha above 0"
             )
-        if self.lora.rank and self.trainable != ("*",):
-            raise UserError(f"lora and trainable={' '.join(self.trainable)}: lora tunes only adapters; leave one out")
         if self.answers and len(set(self.answers)) < max(2, len(self.answers)):
             raise UserError(f"answers={' '.join(map(repr, self.answers))}: give two or more, each once")
         if self.weights != "float32" and self.method != "zo":
             raise UserError(f"weights={self.weights} with method {self.method!r}: it needs float32; leave it out")
-        if self.init_from is not None:
-            raise UserError(f"init_from={self.init_from}: --model names the initial weights; leave it out")
-        for name in ("zero", "elastic"):
-            if value := getattr(self, name):
-                raise UserError(f"{name}={value}: one worker, which has the whole model, writes it; leave it out")
+        self.leave_out("does not go with --model, which names the initial weights", init_from=None)
+        self.leave_out("does not go with tuning, where one worker writes the whole model", zero=0, elastic=False)
 
 
 MEZO = OptimConfig("sgd", lr=1e-6, momentum=0.0, schedule="constant")

@@ -32,9 +32,7 @@ def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tens
 def held_out_sums(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, token_bytes: Tensor | None
 ) -> Tensor:
-    """Returns sums in eval mode, float64 [nats, predicted tokens, their bytes, right first guesses]."""
-    was_training = model.training
-    model.eval()
+    """Returns sums, float64 [nats, predicted tokens, their bytes, right first guesses], of a model in eval mode."""
     sizes = None if token_bytes is None else token_bytes.to(device)
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for inputs, targets in batches:
@@ -48,7 +46,6 @@ def held_out_sums(
         right = (logits.argmax(-1) == targets).sum()  # IGNORE is no token, so it never counts
         nats = token_loss(logits, targets, reduction="sum")
         sums += torch.stack([nats.double(), torch.tensor(predicted.numel(), device=device).double(), n_bytes, right])
-    model.train(was_training)
     return sums
 
 
@@ -79,33 +76,26 @@ def continue_text(
     transformers' generate(), which TransNormer does not have, would draw from dropout's generator.
 
     Args:
-        model: The model.
+        model: The model, in eval mode.
         prompts: int64 [batch, time].
         new_tokens: Number of tokens to add.
         context: The model reads at most this many of the last tokens.
         top_k: Tokens are drawn from so many of the most likely tokens.
         generator: A CPU generator.
     """
-    was_training = model.training
-    model.eval()
     ids = prompts
     for _ in range(new_tokens):
         logits = model(ids[:, -context:]).logits[:, -1].float()
         values, candidates = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
         pick = torch.multinomial(values.softmax(-1).cpu(), 1, generator=generator).to(ids.device)
         ids = torch.cat((ids, candidates.gather(-1, pick)), dim=1)
-    model.train(was_training)
     return ids
 
 
 @torch.no_grad()
 def fill_masks(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Returns the inputs with a masked model's best guess at each predicted position, int64 [batch, time]."""
-    was_training = model.training
-    model.eval()
-    guesses = model(inputs).logits.argmax(-1)
-    model.train(was_training)
-    return torch.where(targets != IGNORE, guesses, inputs)
+    return torch.where(targets != IGNORE, model(inputs).logits.argmax(-1), inputs)
 
 
 def continuation_markdown(tokenizer: Tokenizer, ids: Tensor, prompt_length: int) -> str:

@@ -19,16 +19,15 @@ from language.transnormer import TransNormer, TransNormerConfig
 from training import optim
 from training.optim import OptimConfig
 
-# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; tiny, mini and midi are ours.
+# Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; tiny is ours.
 GPT2_SIZES = {
     "gpt2_tiny": dict(n_layer=4, n_head=4, n_embd=128),
-    "gpt2_mini": dict(n_layer=6, n_head=6, n_embd=192),
     "gpt2_small": dict(n_layer=12, n_head=12, n_embd=768),
     "gpt2_medium": dict(n_layer=24, n_head=16, n_embd=1024),
     "gpt2_large": dict(n_layer=36, n_head=20, n_embd=1280),
     "gpt2_xl": dict(n_layer=48, n_head=25, n_embd=1600),
 }
-# Liu et al., arXiv 1907.11692; tiny and mini are ours.
+# Liu et al., arXiv 1907.11692; tiny is ours.
 ROBERTA_SIZES = {
     "roberta_tiny": dict(num_hidden_layers=4, num_attention_heads=4, hidden_size=128, intermediate_size=512),
     "roberta_base": dict(num_hidden_layers=12, num_attention_heads=12, hidden_size=768, intermediate_size=3072),
@@ -70,7 +69,7 @@ def build_model(
     common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if name in GPT2_SIZES:
         # The two functions are equal. transformers' "gelu_new" keeps five tensors for it, and torch's kernel keeps one.
-        act = "gelu_new" if name in ("gpt2_tiny", "gpt2_mini") else "gelu_pytorch_tanh"
+        act = "gelu_new" if name == "gpt2_tiny" else "gelu_pytorch_tanh"
         drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
         sizes = GPT2_SIZES[name] | {"n_positions": context, "use_cache": False, "activation_function": act}
         return GPT2LMHeadModel(GPT2Config(**common, **drops, **sizes))
@@ -112,14 +111,14 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Returns training.optim.make_optimizer's optimizer, with `decay_groups` if the recipe does not say what decays.
 
-    Muon gets the matrices of the blocks.
+    timm's Muon gets the matrices of the blocks, and falls back to AdamW for all others.
     """
     named = config.undecayed is not None
     groups = optim.decay_groups(model, config) if named else decay_groups(model, config.weight_decay)
-    if config.name == "muon":
+    if "muon" in config.name:
         inside = {id(p) for p in blocks_of(model).parameters() if p.ndim == 2}
         groups = [
-            group | {"params": [p for p in group["params"] if (id(p) in inside) == muon], "muon": muon}
+            group | {"params": [p for p in group["params"] if (id(p) in inside) == muon], "use_fallback": not muon}
             for group in groups
             for muon in (True, False)
         ]

@@ -19,7 +19,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,15 +59,6 @@ class Documents:
     def __iter__(self) -> Iterator[str]:
         numbered = enumerate(document for file in self.files for document in read_documents(file))
         return (document for i, document in numbered if self.chosen is None or i in self.chosen)
-
-
-@dataclass(frozen=True)
-class Counts:
-    """The contents of a token file. Bytes are UTF-8 bytes of text. Tokens include one end-of-text per document."""
-
-    documents: int
-    tokens: int
-    bytes: int
 
 
 def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
@@ -268,7 +259,9 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
     return tokenizer.token_to_id(ROBERTAS_END) if end is None else end
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path, end: int | None = None) -> Counts:
+def encode_documents(
+    tokenizer: Tokenizer, documents: Iterable[str], file: Path, end: int | None = None
+) -> dict[str, int]:
     """Writes the documents' token ids, with an end-of-text after each, as raw numbers of `token_dtype`.
 
     Args:
@@ -276,6 +269,9 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path,
         documents: The documents.
         file: The file to write.
         end: The id that ends a document. None means end_of_text's.
+
+    Returns:
+        The numbers of documents, of tokens with the ends, and of UTF-8 bytes of text.
     """
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is plain text
     whole(tokenizer)
@@ -288,7 +284,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str], file: Path,
                 n_tokens += len(encoding.ids)
             out.write(np.asarray([end], dtype).tobytes())
             n_documents, n_tokens, n_bytes = n_documents + 1, n_tokens + 1, n_bytes + len(document.encode())
-    return Counts(n_documents, n_tokens, n_bytes)
+    return {"documents": n_documents, "tokens": n_tokens, "bytes": n_bytes}
 
 
 def token_dtype(tokenizer: Tokenizer) -> str:
@@ -346,8 +342,8 @@ def write_corpus(
         bos=tokenizer.token_to_id(ROBERTAS_BEGIN),
         pad=tokenizer.token_to_id(PAD),
         mask=tokenizer.token_to_id(MASK),
-        train=asdict(encode_documents(tokenizer, train, folder / "train.bin", eot)),
-        val=asdict(encode_documents(tokenizer, val, folder / "val.bin", eot)),
+        train=encode_documents(tokenizer, train, folder / "train.bin", eot),
+        val=encode_documents(tokenizer, val, folder / "val.bin", eot),
     )
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")

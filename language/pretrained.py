@@ -1,4 +1,4 @@
-"""Causal language models in Hugging Face's format: opens a folder, chooses tunable parameters, writes the tuned model.
+"""Causal language models in Hugging Face's format: opens a folder, adds adapters, writes the tuned model.
 
 Nothing is downloaded, no pickle is read, and no code from a folder is run.
 """
@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def open_config(folder: Path | None) -> Any:
 
 
 def open_model(recipe: FinetuneRecipe) -> nn.Module:
-    """Returns the model with its weights on the host, in evaluation mode, with the recipe's tunable parameters."""
+    """Returns the model with its weights on the host, in evaluation mode, with the recipe's adapters."""
     config, folder = open_config(recipe.model), recipe.model
     assert folder is not None
     if not any(folder.glob("*.safetensors")):
@@ -96,7 +95,7 @@ def build_model(recipe: FinetuneRecipe) -> nn.Module:
 
 
 def tunable(model: nn.Module, recipe: FinetuneRecipe) -> nn.Module:
-    """Freezes the parameters that the recipe does not tune, or adds its adapters. Turns off the cache of generation."""
+    """Adds the recipe's adapters, and freezes all else then. Turns off the cache of generation."""
     of_transformers: Any = model
     of_transformers.opened_use_cache = getattr(of_transformers.config, "use_cache", True)  # write_model restores it
     of_transformers.config.use_cache = False
@@ -104,18 +103,7 @@ def tunable(model: nn.Module, recipe: FinetuneRecipe) -> nn.Module:
         recompute(blocks_of(model))
     if recipe.lora.rank:
         return add_lora(model, recipe.lora, recipe.seed)
-    choose_trainable(model, recipe.trainable)
     return model
-
-
-def choose_trainable(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Freezes the parameters whose names match none of the patterns (as in fnmatch)."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name, _ in model.named_parameters()):
-            names = [name for name, _ in model.named_parameters()]
-            raise UserError(f"trainable={pattern!r} matches no parameter: their names are {names[0]} to {names[-1]}")
-    for name, p in model.named_parameters():
-        p.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> nn.Module:
@@ -123,8 +111,7 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> nn.Module:
     try:
         import peft
     except ImportError:
-        remedy = "pip install peft, or choose parameters by --trainable"
-        raise UserError(f"lora.rank={config.rank} needs peft: {remedy}") from None
+        raise UserError(f"lora.rank={config.rank} needs peft: pip install peft, or leave lora out") from None
     targets = list(config.targets) or None
     adapters = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +21,10 @@ from core.checkpoint.stored import parse_json
 from core.errors import UserError
 from language.data import IGNORE, Batch
 from language.finetune_recipes import FinetuneRecipe
+from language.lengths.dealt import Documents
 from training.data.samples import eval_share, load_batches, train_keys
 from training.elastic import repeated
-
-if TYPE_CHECKING:
-    from training.loop.run import Run
+from training.loop.run import Run
 
 SAMPLES, SHOWN = 4, 8  # prompts for TensorBoard, and answers of each
 MOST_ANSWERS = 100  # answers of a classification; each is tried on every held-out prompt
@@ -147,20 +146,17 @@ def collate(samples: Iterable[tuple[list[int], int]]) -> Batch:
     return inputs, targets
 
 
-class PromptDocuments:
-    """Samples, each (tokens, number of prompt tokens), as documents (language.lengths.dealt)."""
+def prompt_documents(samples: list[tuple[list[int], int]]) -> Documents:
+    """The samples, each (tokens, number of prompt tokens), as documents."""
+    lengths = np.array([len(ids) - 1 for ids, _ in samples])
+    targets = np.array([len(ids) - n for ids, n in samples])
+    about = f"{len(samples):,} prompts of {lengths.min():,} to {lengths.max():,} tokens"
 
-    def __init__(self, samples: list[tuple[list[int], int]]):
-        self.samples, self.sample_size = samples, 1
-        self.lengths = np.array([len(ids) - 1 for ids, _ in samples])
-        self.targets = np.array([len(ids) - n for ids, n in samples])
-        self.sizes = np.ones_like(self.lengths)
-        self.about = f"{len(samples):,} prompts of {self.lengths.min():,} to {self.lengths.max():,} tokens"
+    def read(number: int) -> Batch:
+        inputs, wanted = collate([samples[number]])
+        return inputs[0], wanted[0]
 
-    def read(self, number: int) -> Batch:
-        """Returns inputs and targets, each int64 [tokens]."""
-        inputs, targets = collate([self.samples[number]])
-        return inputs[0], targets[0]
+    return Documents(lengths, targets, np.ones_like(lengths), 1, about, read)
 
 
 def log_likelihoods(model: nn.Module, samples: list[tuple[list[int], int]], device: torch.device) -> Tensor:
@@ -206,9 +202,9 @@ class PromptTask:
         return len(self.train)
 
     @property
-    def documents(self) -> PromptDocuments:
+    def documents(self) -> Documents:
         """The prompts with their right answers, as documents."""
-        return PromptDocuments([prompt.sample() for prompt in self.train])
+        return prompt_documents([prompt.sample() for prompt in self.train])
 
     def batches(self, recipe: FinetuneRecipe, rank: int, world_size: int, start: int, total: int) -> Iterator[Batch]:
         """Yields this worker's batches of prompts with their right answers, from step `start` to `total`."""

@@ -1,5 +1,6 @@
 """The settings of a language modeling run."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
@@ -13,7 +14,7 @@ from training.optim import OptimConfig
 from training.recipe import MethodName, Recipe
 
 ModelName = Literal[
-    "gpt2_tiny", "gpt2_mini", "gpt2_small", "gpt2_medium", "gpt2_large", "gpt2_xl",
+    "gpt2_tiny", "gpt2_small", "gpt2_medium", "gpt2_large", "gpt2_xl",
     "roberta_tiny", "roberta_base", "roberta_large", "transnormer_tiny", "transnormer_7b",
 ]  # fmt: skip
 TextMethod = Literal[MethodName, "zo"]
@@ -45,20 +46,17 @@ class TextRecipe(Recipe):
     method zo, keep the model's blocks on the host, with three at a time on the GPU."""
     epoch_steps: int | None = None
     """Optimizer steps that count as an epoch. None means one pass over the data."""
-    loader_workers: int = 0
-    """Processes per worker that read and mask batches ahead. With 0 the worker itself does so."""
-    balance: Literal["none", "tokens", "round", "rings"] = "none"
+    balance: Literal["none", "round", "rings"] = "none"
     """Train on whole documents, several per row without attention between them, each on one worker. round gives all
-    workers equal work and equally many tokens per round. tokens gives the next document to the worker with the fewest
-    tokens. rings is as round among nodes, and the workers of a node (per_node) split long documents. none uses windows
-    of the text, which run across documents, or equally many prompts per worker."""
+    workers equal work and equally many tokens per round. rings is as round among nodes, and the workers of a node
+    (per_node) split long documents. none uses windows of the text, which run across documents, or equally many prompts
+    per worker."""
     rings: RingsConfig = field(default_factory=RingsConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method == "zo":
             self._check_zeroth_order()
-        self.check(loader_workers=(0, 1000))
         self.check_least(epoch_steps=1)
         if self.balance != "none":
             self._check_balance()
@@ -67,17 +65,13 @@ class TextRecipe(Recipe):
 
     def _check_zeroth_order(self) -> None:
         """Refuses settings that zeroth-order steps would not use: gradients, and most settings of the optimizer."""
-        unused = {"per_node": 1, "zero": 0, "recompute": False, "compile": False}
-        for name, needed in unused.items():
-            if (value := getattr(self, name)) != needed:
-                raise UserError(f"{name}={value!r} with method 'zo', which does not use it: leave it out")
+        self.leave_out("with method 'zo', which does not use it", per_node=1, zero=0, recompute=False)
         usual = OptimConfig("sgd", momentum=0.0)
         for name in ("name", "momentum", "weight_decay", "clip_grad_norm"):
             if (value := getattr(self.optim, name)) != (needed := getattr(usual, name)):
-                instead = ", and --zeroth.weight_decay for that" if name == "weight_decay" else ""
                 raise UserError(
-                    f"optim.{name}={value!r} with method 'zo', which has no gradients: give --optim.{name} {needed}"
-                    f"{instead}, or start from recipe gpt2_zo_small"
+                    f"optim.{name}={value!r} with method 'zo', which has no gradients: give --optim.{name} {needed}, "
+                    "or start from recipe gpt2_zo_small"
                 )
 
     def _check_balance(self) -> None:
@@ -90,7 +84,6 @@ class TextRecipe(Recipe):
             (rings or not self.zero, f"zero={self.zero}", meet),
             (self.zero < 2, f"zero={self.zero}", "whose parameters are not whole when a ring's costs are measured"),
             (not rings or not self.dry_run, "dry_run", "which does not know how documents are split"),
-            (not self.compile, "compile", "which would compile every step's documents anew"),
             (not self.loader_workers, f"loader_workers={self.loader_workers}", "which read ahead of the next tau"),
         ):
             if not ok:
@@ -103,7 +96,7 @@ class TextRecipe(Recipe):
             raise UserError("balance='rings' with per_node=1: nobody could split a document; add --per_node 2 or more")
         if self.balance != "rings":
             raise UserError(f"rings.costs={costs} is balance rings' own: leave it out, or add --balance rings")
-        if costs and (len(costs) not in (4, 6) or min(costs) < 0):
+        if costs and (len(costs) not in (4, 6) or not all(0 <= cost < math.inf for cost in costs)):
             raise UserError(f"rings.costs={' '.join(map(str, costs))}: give 4 or 6 numbers, 0 or more")
 
     def data_workers(self, workers: int) -> int:
@@ -144,17 +137,9 @@ class LanguageRecipe(TextRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_least(context=4, eval_tokens=self.context + 1)
-        if self.balance != "none":
-            self._check_model()
+        if self.balance != "none" and not self.model.startswith("gpt2"):
+            raise UserError(f"balance={self.balance!r} does not go with model={self.model}: give a GPT-2, or none")
+        if self.balance != "none" and self.dropout:
+            remedy = "which attention to documents lacks: add --dropout 0"
+            raise UserError(f"balance={self.balance!r} does not go with dropout={self.dropout}, {remedy}")
         self.check(dropout=(0, 0.99), vocab_size=(1, 10**6), context=(4, 10**6))
-
-    def _check_model(self) -> None:
-        """Refuses a model that cannot be trained on rows of documents."""
-        linear = self.model.startswith("transnormer") and self.balance != "tokens"
-        for ok, what, remedy in (
-            (not self.model.startswith("roberta"), f"model={self.model}", "whose masks are windows': leave it out"),
-            (not self.dropout, f"dropout={self.dropout}", "which attention to documents lacks: add --dropout 0"),
-            (not linear, f"model={self.model}", "whose attention costs no square: add --balance tokens"),
-        ):
-            if not ok:
-                raise UserError(f"balance={self.balance!r} does not go with {what}, {remedy}")

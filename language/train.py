@@ -36,7 +36,7 @@ from language.data import (
     read_windows,
     train_batches,
 )
-from language.lengths.dealt import Dealt, Packed, Rows, TextDocuments
+from language.lengths.dealt import Dealt, Documents, Packed, Rows, text_documents
 from language.metrics import (
     continuation_markdown,
     continue_text,
@@ -155,9 +155,9 @@ class TextTask:
         return train_batches(self.corpus.train, self.objective, recipe, rank, world_size, start, total)
 
     @property
-    def documents(self) -> TextDocuments:
+    def documents(self) -> Documents:
         """The documents of the training text, for training without windows."""
-        return TextDocuments(self.corpus.train, self.corpus.eot, self.objective.context)
+        return text_documents(self.corpus.train, self.corpus.eot, self.objective.context)
 
     def evaluate(self, run: Run, model: nn.Module, *, at_end: bool) -> dict[str, float]:
         some = {"val" if len(self.some) == len(self.corpus.val) else VAL_PART: self.some}
@@ -180,7 +180,7 @@ def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | Promp
     make = task.batches
     if recipe.method == "zo":
         wrapped, method = model, of_run(run, model, optimizer, blocks_of(model))
-        place = method.data_rank, method.data_workers  # both workers of a pair get the same data
+        place = method.place.data_rank, method.place.data_workers  # both workers of a pair get the same data
         make = lambda recipe, rank, workers, start, total: task.batches(recipe, *place, start, total)  # noqa: E731
     else:
         wrapped, method = run.make_method(model, optimizer)

@@ -36,10 +36,7 @@ class TransNormerConfig:
 
 
 class TransNormer(nn.Module):
-    """Maps int64 token ids [batch, time] of any length to CausalLMOutput with logits [batch, time, vocab_size].
-
-    See language.lengths.dealt for `documents`. position_ids are ignored, because order comes from distances.
-    """
+    """Maps int64 token ids [batch, time] of any length to CausalLMOutput with logits [batch, time, vocab_size]."""
 
     def __init__(self, config: TransNormerConfig):
         super().__init__()
@@ -52,12 +49,10 @@ class TransNormer(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None
-    ) -> CausalLMOutput:
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
         x = self.embedding(input_ids)
         for layer in self.layers:
-            x = layer(x, documents)
+            x = layer(x)
         return CausalLMOutput(logits=self.lm_head(self.norm(x)))
 
 
@@ -75,8 +70,8 @@ class TransNormerLayer(nn.Module):
         self.token_mixer = GatedLinearAttention(config, index)
         self.channel_mixer = SimpleGatedUnit(config.width, config.glu_width)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        x = x + self.token_mixer(self.norm(x), documents)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.token_mixer(self.norm(x))
         return x + self.channel_mixer(self.norm(x))
 
 
@@ -94,7 +89,7 @@ class GatedLinearAttention(nn.Module):
         self.lrpe = LRPE(config.heads, config.width // config.heads) if index == 0 else None
         self.register_buffer("slope", decay_slopes(config.heads, index, config.layers), persistent=False)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         query, key, value, gate = self.projection(x).chunk(4, dim=-1)
         query, key, value = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (query, key, value))
         query, key = F.silu(query), F.silu(key)
@@ -103,9 +98,7 @@ class GatedLinearAttention(nn.Module):
             query, key, value = query.float(), key.float(), value.float()
             if self.lrpe is not None:
                 query, key = self.lrpe(query), self.lrpe(key)
-            lengths = [x.shape[1]] if documents is None else documents.diff().tolist()
-            parts = zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True)
-            mixed = torch.cat([chunked_attention(*part, self.slope, self.chunk) for part in parts], dim=2)
+            mixed = chunked_attention(query, key, value, self.slope, self.chunk)
         mixed = self.norm(mixed.transpose(1, 2).flatten(2)).to(gate.dtype)
         return self.output(mixed * gate)
 

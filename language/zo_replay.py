@@ -24,7 +24,7 @@ from language.zeroth.order import Noise, digest
 from training.data.files import from_home
 from training.start.script import launch
 
-KEPT = ("weights", "trainable", "seed", "zeroth", "lora")  # settings on which the tuned weights depend
+KEPT = ("weights", "seed", "zeroth", "lora")  # settings on which the tuned weights depend
 
 
 def tuned_digest(model: nn.Module) -> str:

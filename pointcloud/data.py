@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from core import UserError
 from pointcloud.recipes import PointCloudRecipe
 from pointcloud.sources import SPLITS, Source, load_source
-from training.data.samples import Key, eval_keys, load_batches, train_keys
+from training.data.samples import Key, Keyed
 
 
 def load(recipe: PointCloudRecipe) -> tuple[PointClouds, PointClouds]:
@@ -21,7 +18,7 @@ def load(recipe: PointCloudRecipe) -> tuple[PointClouds, PointClouds]:
     return PointClouds(train, recipe.points, recipe.augment), PointClouds(test, recipe.points)
 
 
-class PointClouds(Dataset[Tensor]):
+class PointClouds(Keyed):
     """Clouds of a fixed number of points, centered and scaled into the unit sphere, by their keys.
 
     Each epoch uses another random subset of every cloud's points. A UserError names a cloud that cannot be used.
@@ -48,20 +45,6 @@ class PointClouds(Dataset[Tensor]):
         if self.augment:
             x = x * rng.uniform(2 / 3, 3 / 2, 3) + rng.uniform(-0.2, 0.2, 3)
         return torch.from_numpy(x.astype(np.float32))
-
-    def train_batches(
-        self, recipe: PointCloudRecipe, rank: int, world_size: int, start: int, total: int
-    ) -> Iterator[Tensor]:
-        """Yields this worker's batches from step `start` to `total`, float32 [batch_size / world_size, points, 3]."""
-        keys = (keys for _, keys in train_keys(recipe, len(self), rank, world_size, start, total))
-        return load_batches(self, keys, recipe.loader_workers)
-
-    def test_batches(
-        self, recipe: PointCloudRecipe, rank: int, world_size: int, batch_size: int = 32
-    ) -> Iterator[Tensor]:
-        """Yields this worker's share of the set, in batches."""
-        keys = eval_keys(len(self), batch_size, rank, world_size)
-        return load_batches(self, keys, recipe.loader_workers, keeper=self)
 
 
 def normalise(cloud: np.ndarray) -> np.ndarray:

@@ -27,14 +27,10 @@ class PointCloudRecipe(Recipe):
     """Number of points to use from each cloud. Every epoch uses a new random subset."""
     augment: bool = False
     """Use random scaling and translation."""
-    emd_points: int = 256
-    """Limit of the points per cloud for which an evaluation computes the EMD, for speed."""
-    loader_workers: int = 0
-    """Processes per worker that load clouds. With 0 the worker itself loads."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(points=(1, 10**6), emd_points=(1, 10**6), loader_workers=(0, 1000))
+        self.check(points=(1, 10**6))
         if self.recompute and self.model != "mae":
             raise UserError(f"recompute with model={self.model}: only mae has blocks to recompute; leave it out")
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.random import Generator
@@ -97,13 +96,12 @@ KINDS: dict[str, Callable[[Generator, int], Points]] = {
 }
 
 
-def random_surface(rng: Generator, points: int) -> tuple[str, Points]:
-    """Returns a kind from `KINDS` with random proportions, turned about z at random: (kind, float64 [points, 3])."""
-    kind = str(rng.choice(list(KINDS)))
-    x = KINDS[kind](rng, points)
+def random_surface(rng: Generator, points: int) -> Points:
+    """Returns a surface from `KINDS` with random proportions, turned about z at random, float64 [points, 3]."""
+    x = KINDS[str(rng.choice(list(KINDS)))](rng, points)
     angle = 2 * np.pi * rng.random()
     c, s = np.cos(angle), np.sin(angle)
-    return kind, x @ np.array([[c, s, 0], [-s, c, 0], [0, 0, 1]])
+    return x @ np.array([[c, s, 0], [-s, c, 0], [0, 0, 1]])
 
 
 def _until(propose: Callable[[int], Points], points: int) -> Points:
@@ -126,24 +124,6 @@ SPLITS = ("train", "test")
 STAND_IN = "surfaces_small"
 
 
-class Source(Protocol):
-    """A sequence of clouds of any size, as they are stored."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, index: int) -> np.ndarray:
-        """Returns the cloud, unchecked. Raises UserError, with the file's name, if it cannot be read."""
-        ...
-
-    def label(self, index: int) -> str:
-        """Returns the cloud's class."""
-        ...
-
-    def name(self, index: int) -> str:
-        """Returns the cloud's file, and its place in the file."""
-        ...
-
-
 class Files:
     """Clouds in one file each, float [n, 3]."""
 
@@ -153,6 +133,7 @@ class Files:
         return len(self.files)
 
     def load(self, index: int) -> np.ndarray:
+        """Returns the cloud, unchecked. Raises UserError, with the file's name, if it cannot be read."""
         path = self.files[index]
         try:
             with open(path, "rb") as file:
@@ -161,6 +142,7 @@ class Files:
             raise UserError(f"{path} cannot be read ({reason(error)}): copy it again or remove it") from None
 
     def name(self, index: int) -> str:
+        """Returns the cloud's file, and its place in the file if it holds several."""
         return str(self.files[index])
 
 
@@ -177,9 +159,6 @@ class ShapeNetPC15k(Files):
         self.files = [file for part in parts for file in entries(part) if file.suffix == ".npy"]
         if not self.files:
             raise missing("data set shapenet", root, f"{folder.name}/<synset>/{split}/<model>.npy", STAND_IN)
-
-    def label(self, index: int) -> str:
-        return self.files[index].parent.parent.name
 
 
 class ShapeNet55(Files):
@@ -199,9 +178,6 @@ class ShapeNet55(Files):
         if not self.files:
             raise UserError(f"{listing} is empty: it should name one file of {folder / 'shapenet_pc'} a line")
 
-    def label(self, index: int) -> str:
-        return self.files[index].name.split("-")[0]
-
 
 def read_list(file: Path) -> list[str]:
     """Returns the names in a list, one per line. Raises UserError if it is not UTF-8, or has a name twice."""
@@ -220,34 +196,26 @@ def read_list(file: Path) -> list[str]:
 class ModelNet10:
     """ModelNet10 (Wu et al., CVPR 2015), with 1,024 points per shape: 3,991 shapes for training and 908 for testing.
 
-    It reads `modelnet10_1024_fp16.npz`, with x_<split> float16 [n, 1024, 3], y_<split> int [n], and the classes' names
-    in cls.
+    It reads x_<split>, float16 [n, 1024, 3], in `modelnet10_1024_fp16.npz`.
     """
 
     def __init__(self, root: Path, split: str):
         self.path, self.array = root / "modelnet10_1024_fp16.npz", f"x_{split}"
         if not self.path.is_file():
-            files = f"{self.path.name} with x_{split}, y_{split} and cls"
-            raise missing("data set modelnet10", root, files, STAND_IN)
+            raise missing("data set modelnet10", root, f"{self.path.name} with {self.array}", STAND_IN)
         try:
-            self.clouds, self.labels, self.classes = read_arrays(self.path, self.array, f"y_{split}", "cls")
+            (self.clouds,) = read_arrays(self.path, self.array)
         except ValueError as error:
             raise UserError(f"{self.path} cannot be read ({error}): copy it again") from error
-        if self.clouds.ndim != 3 or not len(self.clouds) or self.labels.shape != self.clouds.shape[:1]:
-            found = f"x_{split} {list(self.clouds.shape)}, y_{split} {list(self.labels.shape)}"
-            raise UserError(f"{self.path}: {found}: expected [n, points, 3] and [n]; copy it again")
-        y, named = self.labels, self.classes.ndim == 1 and self.classes.dtype.kind == "U"
-        if not named or y.dtype.kind not in "iu" or not 0 <= y.min() <= y.max() < len(self.classes):
-            raise UserError(f"{self.path}: y_{split} holds no places in cls, or cls no names; copy it again")
+        if self.clouds.ndim != 3 or not len(self.clouds):
+            found = f"{self.array} {list(self.clouds.shape)}"
+            raise UserError(f"{self.path}: {found}: expected [n, points, 3]; copy it again")
 
     def __len__(self) -> int:
         return len(self.clouds)
 
     def load(self, index: int) -> np.ndarray:
         return self.clouds[index]
-
-    def label(self, index: int) -> str:
-        return str(self.classes[self.labels[index]])
 
     def name(self, index: int) -> str:
         return f"{self.path}, {self.array}[{index}]"
@@ -266,18 +234,13 @@ class Surfaces:
         return self.COUNTS[self.split]
 
     def load(self, index: int) -> np.ndarray:
-        return self._draw(index, self.POINTS)[1]
-
-    def label(self, index: int) -> str:
-        return self._draw(index, 1)[0]
+        return random_surface(np.random.default_rng((self.stream, index)), self.POINTS)
 
     def name(self, index: int) -> str:
         return f"analytic surface {index} ({self.split})"
 
-    def _draw(self, index: int, points: int) -> tuple[str, np.ndarray]:
-        return random_surface(np.random.default_rng((self.stream, index)), points)
 
-
+Source = ShapeNetPC15k | ShapeNet55 | ModelNet10 | Surfaces
 SOURCES = {"shapenet": ShapeNetPC15k, "shapenet55": ShapeNet55, "modelnet10": ModelNet10, "surfaces": Surfaces}
 
 

@@ -22,12 +22,13 @@ from pointcloud import data
 from pointcloud.data import PointClouds
 from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.model import Autoencoder, MaskedAutoencoder
-from training.data.files import printable
 from training.data.samples import generator, steps_per_epoch
 from training.elastic import repeated
 from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule, recompute
 from training.weights.read import load_weights
+
+EMD_POINTS = 256  # at most so many points of each cloud, because matching them takes cubic time
 
 
 def main() -> None:
@@ -98,20 +99,18 @@ def evaluate(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set: Poi
     patches only.
     """
     with run.paused():
-        model.eval()
         chamfer = emd = loss = count = 0.0
         for points in test_set.test_batches(recipe, run.rank, run.world_size):
             points = points.to(run.device, non_blocking=True)
             with run.autocast():
                 out = model(points)
             chamfer += chamfer_distance(out.cloud, points).sum().item()
-            size = min(recipe.emd_points, out.cloud.shape[1], points.shape[1])
+            size = min(EMD_POINTS, out.cloud.shape[1], points.shape[1])
             emd += earth_mover_distance(subset(out.cloud, size), subset(points, size)).sum().item()
             loss += chamfer_distance(out.prediction, out.target).mean().item() * len(points)
             count += len(points)
         if run.draws:
             save_picture(run, recipe, model, test_set)
-        model.train()
         chamfer, emd, loss, count = run.sum(chamfer, emd, loss, count)
         results = {"test_chamfer": chamfer / count, "test_emd": emd / count, "test_loss": loss / count}
     run.log_evaluation(results)
@@ -134,24 +133,20 @@ def save_picture(run: Run, recipe: PointCloudRecipe, model: nn.Module, test_set:
     if recipe.model == "mae":
         rows["visible"] = out.visible
     rows["reconstruction"] = out.cloud
-    image = draw_clouds(
-        {name: clouds.float().cpu().numpy() for name, clouds in rows.items()},
-        [test_set.source.label(i) for i in index],
-        caption=f"{recipe.name}, {recipe.method}, step {run.step}",
-    )
+    drawn = {name: clouds.float().cpu().numpy() for name, clouds in rows.items()}
+    image = draw_clouds(drawn, caption=f"{recipe.name}, {recipe.method}, step {run.step}")
     matplotlib.image.imsave(run.folder.path / "reconstructions.png", image)
     run.folder.writer.add_image("reconstructions", image, run.step, dataformats="HWC")
 
 
-def draw_clouds(rows: Mapping[str, Sequence[np.ndarray]], labels: Sequence[str], caption: str = "") -> np.ndarray:
+def draw_clouds(rows: Mapping[str, Sequence[np.ndarray]], caption: str = "") -> np.ndarray:
     """Draws 3-D scatter plots with equal limits, colored by height, as uint8 [height, width, 3].
 
     Args:
-        rows: Title of each row ("input", "reconstruction") -> clouds, float [n, 3] each.
-        labels: Title of each column.
+        rows: Title of each row ("input", "reconstruction") -> clouds, float [n, 3] each, as many in each row.
         caption: Title of the figure.
     """
-    columns = len(labels)
+    columns = max(map(len, rows.values()))
     figure = Figure(figsize=(2.2 * columns + 0.4, 2.2 * len(rows) + 0.4), dpi=100)
     canvas = FigureCanvasAgg(figure)  # pyplot would open windows and keep every figure
     figure.suptitle(caption, fontsize=9)
@@ -162,8 +157,7 @@ def draw_clouds(rows: Mapping[str, Sequence[np.ndarray]], labels: Sequence[str],
             axes.set(xlim=(-0.8, 0.8), ylim=(-0.8, 0.8), zlim=(-0.8, 0.8))
             axes.set_box_aspect((1, 1, 1), zoom=1.15)
             axes.set_axis_off()
-            title = f"{printable(labels[column])}: {name}" if row == 0 else name
-            axes.set_title(title, fontsize=8, y=0.99, parse_math=False)  # a class may be named $1^$
+            axes.set_title(name, fontsize=8, y=0.99)
     figure.subplots_adjust(0, 0, 1, 0.9, 0, 0.08)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

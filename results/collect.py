@@ -51,7 +51,7 @@ def run_name(recipe: Recipe, row: Row, overrides: Mapping[str, Any], seed: int, 
 FREE = {
     "seed", "out", "resume", "dry_run", "device", "timeout", "eval_every", "checkpoint_every",
     "log_every", "recommended", "accumulate", "workers", "loader_workers", "gpu_gb", "recompute", "tf32",
-    "cudnn_benchmark", "channels_last", "compile", "light_checkpoints",
+    "light_checkpoints",
 }  # fmt: skip
 
 

@@ -406,7 +406,7 @@ def rule() -> Cells:
         flops, planned = OF_NODE * UTILIZATION * peak, []
         for parameters in (1e9, 7e9):
             step = 6 * parameters * OF_NODE * tokens / flops
-            planned.append(f"{Work(parameters, step, gbit * 1e9 / 8).allreduce(NODES) / step:.2g}")
+            planned.append(f"{Work(parameters, step, gbit).allreduce(NODES) / step:.2g}")
         return f"{64 * flops / (6 * OF_NODE * tokens * gbit * 1e9):.2g} ({', '.join(planned)})"
 
     places = itertools.product(GPUS, (8192, 32768))

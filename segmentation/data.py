@@ -9,7 +9,7 @@ import segmentation.registries  # noqa: F401
 
 # isort: split
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,13 +23,12 @@ from mmseg.datasets import ADE20KDataset, BaseSegDataset
 from mmseg.registry import DATASETS, TRANSFORMS
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits, load_sample_images
-from torch.utils.data import Dataset
 
 from core import UserError
-from segmentation.recipes import DataName, SegmentationRecipe
+from segmentation.recipes import DataName
 from training.data.files import data_root, hidden, missing, read_arrays
 from training.data.images import read_mask, read_rgb
-from training.data.samples import Key, eval_keys, load_batches, train_keys
+from training.data.samples import Key, Keyed
 
 Bytes = NDArray[np.uint8]
 
@@ -355,7 +354,6 @@ cv2.setNumThreads(0)  # loading processes run in parallel; each would start a th
 # `inputs`, uint8 [3, h, w] BGR, and `data_samples`, mmseg's SegDataSample, each a list with one entry per image; on the
 # way to the device also `labels`, uint8 [1, h, w]
 Batch = dict[str, list[Any]]
-CPU = torch.device("cpu")
 
 
 def pack(items: list[dict[str, Any]]) -> Batch:
@@ -374,14 +372,20 @@ def unpack(batch: Batch, device: torch.device) -> Batch:
     return batch | {"inputs": [image.to(device, non_blocking=True) for image in batch["inputs"]]}
 
 
-class SeededAugmentation(Dataset[dict[str, Any]]):
-    """Items by their keys. The random transforms' numbers follow from the key.
+class Scenes(Keyed):
+    """A data set of mmseg whose items have keys. The random transforms' numbers follow from the key.
 
     mmcv's transforms draw from numpy's global generator, which is restored afterwards.
     """
 
+    collate = staticmethod(pack)
+
     def __init__(self, dataset: BaseSegDataset):
         self.dataset = dataset
+        self.classes, self.palette = (dataset.metainfo[name] for name in ("classes", "palette"))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
     def __getitem__(self, key: Key) -> dict[str, Any]:
         state = np.random.get_state()
@@ -390,42 +394,3 @@ class SeededAugmentation(Dataset[dict[str, Any]]):
             return self.dataset[key[-1]]
         finally:
             np.random.set_state(state)
-
-
-def train_batches(
-    dataset: BaseSegDataset,
-    recipe: SegmentationRecipe,
-    rank: int,
-    world_size: int,
-    start: int,
-    total: int,
-    device: torch.device = CPU,
-) -> Iterator[Batch]:
-    """Yields this worker's batches from step `start` to `total`. They depend only on (seed, step, rank, world_size)."""
-    keys = (keys for _, keys in train_keys(recipe, len(dataset), rank, world_size, start, total))
-    yield from _loaded(dataset, keys, recipe, device)
-
-
-def eval_batches(
-    dataset: BaseSegDataset,
-    recipe: SegmentationRecipe,
-    rank: int,
-    world_size: int,
-    batch_size: int,
-    device: torch.device = CPU,
-) -> Iterator[Batch]:
-    """Yields this worker's share of the data set, every image once, in batches of at most batch_size."""
-    keys = eval_keys(len(dataset), batch_size, rank, world_size)
-    yield from _loaded(dataset, keys, recipe, device, keeper=dataset)
-
-
-def _loaded(
-    dataset: BaseSegDataset,
-    keys: Iterator[list[Key]],
-    recipe: SegmentationRecipe,
-    device: torch.device,
-    keeper: BaseSegDataset | None = None,
-) -> Iterator[Batch]:
-    augmented = SeededAugmentation(dataset)
-    for batch in load_batches(augmented, keys, recipe.loader_workers, collate=pack, keeper=keeper):
-        yield unpack(batch, device)

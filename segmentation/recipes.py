@@ -30,13 +30,10 @@ class SegmentationRecipe(Recipe):
     sync_bn: Literal["no", "node", "all"] = "no"
     """On GPUs, which images share BatchNorm's statistics in every forward pass: a worker's own (no), all images of a
     node (node), or with ddp all images (all). mmseg's published runs share them over 16 images. In any case
-    average_buffers averages the running statistics."""
-    loader_workers: int = 0
-    """Processes per worker that load and augment. With 0 the worker itself does so."""
+    a round averages the running statistics."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(loader_workers=(0, 1000))
         if self.sync_bn == "no" or self.method == "ddp":
             return
         given = f"sync_bn={self.sync_bn!r} does not go with"

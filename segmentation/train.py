@@ -14,14 +14,12 @@ OF_MMSEG = any(word.startswith("--config") for word in sys.argv[1:2])
 if __name__ == "__main__" and not OF_MMSEG:
     answer_help(RECIPES, prog="segmentation.train")  # before the imports below, which take seconds
 
-import functools
 from typing import Any
 
 import torch
-from mmseg.datasets import BaseSegDataset
 from torch import Tensor, nn
 
-from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, build_dataset, eval_batches, train_batches
+from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, Scenes, build_dataset, unpack
 from segmentation.metrics import SegmentationMetric, side_by_side
 from segmentation.model import build_model, check_sync_bn, share_statistics, upernet
 from training.data.samples import steps_per_epoch
@@ -38,8 +36,8 @@ def main() -> None:
     recipe = parse(RECIPES, prog="segmentation.train")
     if recipe.dry_run:
         return dry_run(recipe, make_model)
-    train_set = build_dataset(recipe.dataset, "train")
-    eval_sets = {split: build_dataset(recipe.dataset, split) for split in EVAL_SPLITS[recipe.dataset]}
+    train_set = Scenes(build_dataset(recipe.dataset, "train"))
+    eval_sets = {split: Scenes(build_dataset(recipe.dataset, split)) for split in EVAL_SPLITS[recipe.dataset]}
     with Run(recipe) as run:
         train(run, recipe, train_set, eval_sets)
 
@@ -53,14 +51,12 @@ def make_model(recipe: SegmentationRecipe) -> nn.Module:
     return build_model(config)
 
 
-def train(
-    run: Run, recipe: SegmentationRecipe, train_set: BaseSegDataset, eval_sets: dict[str, BaseSegDataset]
-) -> None:
+def train(run: Run, recipe: SegmentationRecipe, train_set: Scenes, eval_sets: dict[str, Scenes]) -> None:
     """Runs the loop: optimizer steps, method.step(), and at round boundaries evaluations and checkpoints."""
     check_sync_bn(run, recipe)
     model = make_model(recipe)
-    model.names = train_set.metainfo["classes"]  # pyright: ignore[reportAttributeAccessIssue]
-    keep_names(run, train_set.metainfo["classes"])
+    model.names = train_set.classes  # pyright: ignore[reportAttributeAccessIssue]
+    keep_names(run, train_set.classes)
     if recipe.init_from is not None:
         load_weights(model, recipe.init_from, heads=["decode_head.conv_seg", "auxiliary_head.conv_seg"])
     model = run.shard(model)
@@ -73,9 +69,9 @@ def train(
     run.begin(model, optimizer, schedule, method, epoch=epoch, total=total, samples=len(train_set))
 
     model.train()
-    for batch in run.batches(functools.partial(train_batches, train_set, device=run.device)):
-        inputs = model.data_preprocessor(batch, training=True)
-        images = to_device(inputs["inputs"], run.device, recipe.channels_last)
+    for batch in run.batches(train_set.train_batches):
+        inputs = model.data_preprocessor(unpack(batch, run.device), training=True)
+        images = to_device(inputs["inputs"], run.device)
         scalars = backward(run, recipe, model, wrapped, images, inputs["data_samples"])
         run.update(model, optimizer)
         schedule.step()
@@ -125,28 +121,26 @@ def backward(
 
 @repeated
 @torch.no_grad()
-def evaluate(run: Run, model: nn.Module, split: str, eval_set: BaseSegDataset) -> dict[str, float]:
+def evaluate(run: Run, model: nn.Module, split: str, eval_set: Scenes) -> dict[str, float]:
     """Returns mIoU, mAcc and aAcc over the whole split. Each worker evaluates its share.
 
     It also logs each class's IoU and some pictures. The model runs in float32 at any training precision, as in mmseg's
     published results.
     """
-    classes, palette = eval_set.metainfo["classes"], eval_set.metainfo["palette"]
-    metric = SegmentationMetric(classes, run.device)
+    metric = SegmentationMetric(eval_set.classes, run.device)
     shown = 0
     with run.paused():
-        model.eval()
         size = EVAL_BATCH[run.recipe.dataset]
-        for batch in eval_batches(eval_set, run.recipe, run.rank, run.world_size, size, run.device):
+        for packed in eval_set.test_batches(run.recipe, run.rank, run.world_size, size):
+            batch = unpack(packed, run.device)
             samples = model(**model.data_preprocessor(batch, training=False), mode="predict")
             for image, sample in zip(batch["inputs"], samples, strict=True):
                 prediction, label = sample.pred_sem_seg.data[0], sample.gt_sem_seg.data[0]
                 metric.update(prediction, label)
                 if run.draws and shown < PICTURES:
-                    picture = side_by_side(image, label, prediction, classes, palette)
+                    picture = side_by_side(image, label, prediction, eval_set.classes, eval_set.palette)
                     run.folder.writer.add_figure(f"{split}/image_label_prediction_{shown}", picture, run.step)
                     shown += 1
-        model.train()
         results = {f"{split}_{key}": value for key, value in metric.compute(run.sum_tensor).items()}
     run.log_evaluation(results)
     return {key: value for key, value in results.items() if "IoU/" not in key}

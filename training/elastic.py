@@ -117,8 +117,8 @@ class Elastic(Script):
 
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
         """Returns the model, and the method before it has joined the other workers."""
-        r, buffers = self.run.recipe, list(model.buffers()) if self.run.recipe.average_buffers else []
-        options: dict[str, Any] = {"timeout": r.timeout, "link": self.run.link, "buffers": buffers}
+        r = self.run.recipe
+        options: dict[str, Any] = {"timeout": r.timeout, "link": self.run.link, "buffers": list(model.buffers())}
         options["hooks"] = [self.run.requests, self.run.snapshots]
         self.method = elastic_co2(model.parameters(), named(r.co2), members=self.members, script=self, **options)
         return (DistributedDataParallel(model) if self.members.island > 1 else model), self.method

@@ -171,11 +171,8 @@ class Layout:
         if recipe.method != self.method:
             remedy = "leave --method out, or give co2x2 or more for CO2 between islands"
             self._refuse(f"it is of method {self.method}, given is {recipe.method!r}", remedy)
-        unused: dict[str, Any] = {"per_node": 1, "zero": 0, "shard": False, "offload": False, "elastic": False}
-        unused |= {"compile": False, "accumulate": 1}
-        for name, needed in unused.items():
-            if (value := getattr(recipe, name)) != needed:
-                self._refuse(f"{name}={value!r} does not go with it", "leave it out")
+        off = dict.fromkeys(("shard", "offload", "elastic"), False)
+        recipe.leave_out(f"does not go with layout={self}", per_node=1, zero=0, accumulate=1, **off)
         if recipe.dry_run:
             self._refuse("dry_run does not know it", "python -m training.plan estimates its memory")
         self.check_batch(recipe.batch_size)

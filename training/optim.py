@@ -4,8 +4,7 @@ import contextlib
 import difflib
 import functools
 import math
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from core.checkpoint.stored import reason
 from core.errors import UserError
 
-OWN = ("sgd", "adamw", "adam", "muon")
+OWN = ("sgd", "adamw", "adam")
 LARGE = 1e4  # above any sensible learning rate, norm or decay
 
 
@@ -27,8 +26,8 @@ class OptimConfig:
     """The inner optimizer, which every worker runs by itself, and its learning-rate schedule over the whole run."""
 
     name: str = "sgd"
-    """The optimizer: sgd, adamw, adam, muon, or any of timm's, such as lamb or lion. muon is torch.optim.Muon for
-    matrices in a language model's blocks, with AdamW for all others."""
+    """The optimizer: sgd, adamw, adam, or any of timm's, such as lamb, lion or muon. In a language model muon is for
+    the matrices of the blocks, with AdamW for all others."""
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
@@ -86,8 +85,7 @@ def make_optimizer(
     Args:
         model: The model.
         config: The optimizer's settings.
-        groups: Parameter groups in torch's form. "muon": True marks groups for Muon. The default is two groups, with
-            and without weight decay.
+        groups: Parameter groups in torch's form. The default is two groups, with and without weight decay.
     """
     if config.layer_decay is not None:
         groups = layer_groups(model, config)
@@ -98,8 +96,6 @@ def make_optimizer(
     fused = {"fused": True} if on_gpu else {}  # one kernel for all parameters, with the same result up to rounding
     if config.name == "sgd":
         return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov, **fused)
-    if config.name == "muon":
-        return MuonAdamW(groups, config.lr, betas=config.betas, eps=config.eps, **fused)
     cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
     return cls(groups, config.lr, betas=config.betas, eps=config.eps, **fused)
 
@@ -138,36 +134,6 @@ def _timm_optim() -> Any:
     return timm.optim
 
 
-class MuonAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon for parameter groups with "muon": True, and torch.optim.AdamW for all others, as one optimizer.
-
-    Both use the same learning rate. Muon scales its own to the size of AdamW's steps (adjust_lr_fn="match_rms_adamw").
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], lr: float, **adamw: Any):
-        muon, others = ([g for g in groups if bool(g.get("muon")) == wanted] for wanted in (True, False))
-        if not muon:
-            raise UserError("optim name=muon: only language models mark the matrices for Muon; give adamw")
-        own: list[torch.optim.Optimizer] = [torch.optim.Muon(muon, lr, adjust_lr_fn="match_rms_adamw")]
-        self.parts = own + ([torch.optim.AdamW(others, lr, **adamw)] if others else [])
-        super().__init__([g for part in self.parts for g in part.param_groups], {"lr": lr})
-        self._share()
-
-    def _share(self) -> None:
-        for part in self.parts:
-            part.param_groups = [g for g in self.param_groups if ("ns_steps" in g) == (part is self.parts[0])]
-            part.state = self.state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._share()
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for part in self.parts:
-            part.step()
-
-
 def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Returns the trainable parameters in two groups, with and without weight decay. undecayed=None is timm's rule."""
     spared = getattr(model, "no_weight_decay", set)()
@@ -194,12 +160,6 @@ def clip_gradients(model: nn.Module, config: OptimConfig) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
 
 
-def lent_rate(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
-    """Returns the learning rate of an optimizer that never steps, and silences the warning of torch's schedules."""
-    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before", UserWarning)
-    return lambda: optimizer.param_groups[0]["lr"]
-
-
 def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     """Returns the learning rate of a step, counted from 0, as a share of the peak."""
     warmup = config.warmup_steps
@@ -222,7 +182,20 @@ def make_schedule(optimizer: torch.optim.Optimizer, total_steps: int, config: Op
     return LambdaLR(optimizer, lambda step: lr_factor(step, total_steps, config))
 
 
-# -- the backward pass ------------------------------------------------------------------------------------------------
+# -- the forward and the backward pass --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts every module into eval mode for a block, and back into its own mode."""
+    training = [m for m in model.modules() if m.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 Scalars = dict[str, Tensor]

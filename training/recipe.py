@@ -23,8 +23,7 @@ from training.start.workers import rank
 
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
-    "": "tf32 cudnn_benchmark channels_last extend gpu_gb timeout trace tracker link_mbit average_buffers"
-    " light_checkpoints",
+    "": "tf32 extend gpu_gb timeout trace tracker link_mbit light_checkpoints",
     "co2": "allow_unstable fragments tau_max",
     "optim": "betas eps undecayed power min_lr_share layer_decay",
     "ddp_compression": "like lgreco",
@@ -90,8 +89,6 @@ class Recipe(OfMethods):
     recompute: bool = False
     """Keep only each block's input in the forward pass and compute the rest again in the backward pass, to save memory.
     The result is the same."""
-    average_buffers: bool = True
-    """Average BatchNorm statistics with the parameters."""
     ema: float | None = None
     """Decay of a running average of the weights (EMA), such as 0.9999, which evaluations and exports then use."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -99,13 +96,8 @@ class Recipe(OfMethods):
     uses autocast on GPUs, and scales the loss."""
     tf32: bool = True
     """On GPUs, use TF32 for float32 computations."""
-    cudnn_benchmark: bool = True
-    """On GPUs, let cuDNN try its convolutions and keep the fastest."""
-    channels_last: bool = True
-    """On GPUs, store images with their channels innermost, which is faster for convolutions on tensor cores."""
-    compile: bool = False
-    """Use torch.compile. The result is the same up to rounding, and steps are faster after some minutes at the start.
-    It is off by default, because we did not measure its speed on a GPU. On a CPU it needs a C++ compiler."""
+    loader_workers: int = 0
+    """Processes per worker that load and augment data. With 0 the worker itself does so."""
     per_node: int = 1
     """Number of workers (consecutive ranks) per node. They synchronize gradients at every step, and the method runs
     across nodes. 0 means the workers that torchrun or Slurm started on one machine."""
@@ -152,21 +144,14 @@ class Recipe(OfMethods):
 
     def __post_init__(self) -> None:
         self.check_least(epochs=1, batch_size=1, log_every=1, accumulate=1, seed=0, per_node=0)
+        self.check(loader_workers=(0, 1000))
         numbers = {k: v for k, v in flat(dataclasses.asdict(self)).items() if isinstance(v, int | float)}
         for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{name}={value}: give a finite number")
         for ok, name, remedy in (
-            (
-                max(self.interval("eval_every", 1)) > 0,
-                "eval_every",
-                "epochs, or a part of one, or 500steps or 30minutes, above 0",
-            ),
-            (
-                self.interval("checkpoint_every", 1) >= (0, 0),
-                "checkpoint_every",
-                "epochs, 500steps or 30minutes, or 0 for none",
-            ),
+            (max(self.interval("eval_every", 1)) > 0, "eval_every", "epochs, 500steps or 30minutes, above 0"),
+            (min(self.interval("checkpoint_every", 1)) >= 0, "checkpoint_every", "epochs, 500steps, 30minutes, or 0"),
             (self.ema is None or 0 < self.ema < 1, "ema", "a decay between 0 and 1"),
             (self.tracker in (None, "wandb", "mlflow"), "tracker", "wandb or mlflow"),
             (self.gpu_gb is None or self.gpu_gb > 0, "gpu_gb", "the GB of a GPU, above 0"),
@@ -189,9 +174,7 @@ class Recipe(OfMethods):
             return
         if "elastic" not in spec_of(self.method).takes:
             raise UserError(f"elastic does not go with method={self.method!r}: give --method co2, or no elastic")
-        for name, needed in (("zero", 0), ("shard", False), ("offload", False)):
-            if (value := getattr(self, name)) != needed:
-                raise UserError(f"elastic does not go with {name}={value!r}: give {name}={needed!r}, or no elastic")
+        self.leave_out("does not go with elastic", zero=0, shard=False, offload=False)
         if self.interval("eval_every", 1)[1]:
             raise UserError(f"elastic does not go with eval_every={self.eval_every}: give epochs or steps")
         check_elastic(self.co2)
@@ -207,6 +190,12 @@ class Recipe(OfMethods):
         for name, value in least.items():
             if (found := getattr(self, name)) is not None and found < value:
                 raise UserError(f"{name}={found}: give {value} or more")
+
+    def leave_out(self, why: str, **needed: Any) -> None:
+        """Refuses a field that has another value than the one it needs, and says why."""
+        for name, value in needed.items():
+            if (given := getattr(self, name)) != value:
+                raise UserError(f"{name}={given!r} {why}: leave it out")
 
     def check_share(self, workers: int) -> None:
         """Refuses a worker's share of a batch that the task cannot train on."""

@@ -38,7 +38,7 @@ from training.data.files import cached, damaged, data_root, missing, read_arrays
 from training.data.images import read_rgb
 from training.data.samples import Key, eval_keys, generator, load_batches, mix, seeded, train_keys
 from training.start.workers import to_device, upload
-from vision.index import IndexedFolder, Shards, tars
+from vision.index import Pictures, Shards, tars
 from vision.model import image_size, weights_config
 from vision.recipes import VisionRecipe
 
@@ -46,16 +46,10 @@ CPU = torch.device("cpu")
 
 
 def on_device(
-    images: Tensor,
-    labels: Tensor,
-    device: torch.device,
-    channels_last: bool,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
+    images: Tensor, labels: Tensor, device: torch.device, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
     """Copies uint8 images and their labels to the device, and normalizes the images there."""
-    images = normalise(to_device(images, device, channels_last), mean, std)
-    return images, labels.to(device, non_blocking=True)
+    return normalise(to_device(images, device), mean, std), labels.to(device, non_blocking=True)
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
@@ -92,7 +86,7 @@ def mirrored(places: Tensor, size: int) -> Tensor:
 # -- ImageNet ---------------------------------------------------------------------------------------------------------
 
 
-Samples = IndexedFolder | Shards
+Samples = Pictures | Shards
 STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 
@@ -125,11 +119,8 @@ class ImageNet:
     """Labeled images in class folders or tar shards. DataLoader workers decode and augment them."""
 
     def __init__(self, folder: Path):
-        try:
-            self.samples: Samples = Shards(folder) if tars(folder) else IndexedFolder(str(folder))
-        except FileNotFoundError as error:
-            raise UserError(f"{folder}: {str(error).splitlines()[0]}; every class is a folder with images") from None
-        self.classes = tuple(self.samples.classes)
+        self.samples: Samples = Shards(folder) if tars(folder) else Pictures(folder)
+        self.classes = self.samples.classes
 
     def number_as(self, classes: tuple[str, ...]) -> None:
         """Gives the classes the places of their names in `classes`. Folders are sorted as text, shards by number."""
@@ -152,11 +143,11 @@ class ImageNet:
         depend on (seed, epoch, number of the batch, rank).
         """
         plan, ahead = itertools.tee(train_keys(recipe, len(self), rank, world_size, start, total, recipe.repeats))
-        mixup, erasing = self._mixup(recipe), erasing_of(recipe, device)
+        mixup, erasing = self._mixup(recipe), RandomErasing(recipe.random_erasing, mode="pixel", device=str(device))
         augmented, c = Augmented(self.samples, train_transform(recipe)), data_config(recipe)
         batches = load_batches(augmented, (keys for _, keys in ahead), recipe.loader_workers)
         for (batch, _), (images, labels) in zip(plan, batches, strict=True):
-            images, labels = on_device(images, labels, device, recipe.channels_last, c["mean"], c["std"])
+            images, labels = on_device(images, labels, device, c["mean"], c["std"])
             with seeded(mix(*batch), device):
                 images = erasing(images)
                 if mixup:
@@ -173,7 +164,7 @@ class ImageNet:
         transform = create_transform(c["input_size"], **how, use_prefetcher=True)
         batches = load_batches(Augmented(self.samples, transform), keys, recipe.loader_workers, keeper=self)
         for images, labels in batches:
-            yield on_device(images, labels, device, recipe.channels_last, c["mean"], c["std"])
+            yield on_device(images, labels, device, c["mean"], c["std"])
 
     def _mixup(self, recipe: VisionRecipe) -> Mixup | None:
         if not recipe.mixup and not recipe.cutmix:
@@ -215,11 +206,6 @@ def train_transform(recipe: VisionRecipe) -> Any:
     except Exception as error:  # timm raises many kinds of errors for an unknown policy
         remedy = "give a policy of timm, such as rand-m9-mstd0.5-inc1"
         raise UserError(f"auto_augment={recipe.auto_augment!r} ({reason(error)}): {remedy}") from None
-
-
-def erasing_of(recipe: VisionRecipe, device: torch.device) -> RandomErasing:
-    """Returns timm's random erasing of normalized images, with a random value for each pixel, on the device."""
-    return RandomErasing(recipe.random_erasing, mode="pixel", device=str(device))
 
 
 # -- images in memory -------------------------------------------------------------------------------------------------
@@ -265,24 +251,21 @@ class Images:
             images, labels = self._pick(keys)
             if recipe.augment:
                 images = crop_and_flip(images, generator(*batch))
-            yield self._on_device(images, labels, recipe, device)
+            yield self._on_device(images, labels, device)
 
     def test_batches(
         self, recipe: VisionRecipe, rank: int, world_size: int, device: torch.device = CPU, batch_size: int = 256
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields this worker's share of the set, in batches on the device, without augmentation."""
         for keys in eval_keys(len(self), batch_size, rank, world_size):
-            yield self._on_device(*self._pick(keys), recipe, device)
+            yield self._on_device(*self._pick(keys), device)
 
     def _pick(self, keys: list[Key]) -> tuple[Tensor, Tensor]:
         index = torch.tensor([i for *_, i in keys])
         return self.images[index], self.labels[index]
 
-    def _on_device(
-        self, images: Tensor, labels: Tensor, recipe: VisionRecipe, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        images, labels = upload(images, device), upload(labels, device)
-        return on_device(images, labels, device, recipe.channels_last, self.mean, self.std)
+    def _on_device(self, images: Tensor, labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        return on_device(upload(images, device), upload(labels, device), device, self.mean, self.std)
 
 
 @dataclass(frozen=True)

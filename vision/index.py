@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from PIL import Image
-from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from core import UserError
@@ -32,31 +31,28 @@ T = TypeVar("T")
 END, PARTS = b"\0", b"\0\0"  # after each entry, and between the two lists; file names have no zero bytes
 
 
-class IndexedFolder(ImageFolder):
-    """torchvision's ImageFolder, but it lists its files once for all workers and runs."""
+class Pictures:
+    """The images in a folder of class folders, as torchvision's ImageFolder finds and numbers them.
 
-    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """Returns the classes as torchvision does, without hidden folders."""
-        classes = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
-        if not classes:
-            raise FileNotFoundError("no class folder in it")
-        return classes, {name: i for i, name in enumerate(classes)}
+    Attributes:
+        classes: Names of the classes, sorted.
+        samples: (path, place in `classes`) of each image.
+    """
 
-    @staticmethod
-    def make_dataset(
-        directory: str | Path,
-        class_to_idx: dict[str, int],
-        extensions: tuple[str, ...] | None = None,
-        is_valid_file: Callable[[str], bool] | None = None,
-        allow_empty: bool = False,
-    ) -> list[tuple[str, int]]:
-        """Returns [(path, class)], as torchvision does."""
+    def __init__(self, folder: Path):
+        self.classes = tuple(path.name for path in entries(folder) if path.is_dir())
+        if not self.classes:
+            raise UserError(f"{folder}: no class folder in it; every class is a folder with images")
+        label = {name: i for i, name in enumerate(self.classes)}
 
         def place(name: str) -> tuple[str, int] | None:
-            label = class_to_idx.get(name.split(os.sep, 1)[0])
-            return None if label is None else (os.path.join(directory, name), label)
+            found = label.get(name.split(os.sep, 1)[0])
+            return None if found is None else (os.path.join(folder, name), found)
 
-        return listed_once(Path(directory), list(class_to_idx), lambda: pictures(Path(directory), class_to_idx), place)
+        self.samples = listed_once(folder, [*self.classes], lambda: pictures(folder, self.classes), place)
+
+    def __len__(self) -> int:
+        return len(self.samples)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Returns (RGB image, class)."""
@@ -96,14 +92,14 @@ def pictures(root: Path, classes: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def listed_once(
-    folder: Path, names: list[str], entries: Callable[[], tuple[list[str], list[str]]], read: Callable[[str], T | None]
+    folder: Path, names: list[str], listing: Callable[[], tuple[list[str], list[str]]], read: Callable[[str], T | None]
 ) -> list[T]:
     """Returns the result of `read` for each entry of the folder's index, and makes the index if it is not there yet.
 
     Args:
         folder: The folder to list.
         names: The classes or shards in the folder.
-        entries: Returns the entries, and the folders inside the classes whose changes make the index outdated.
+        listing: Returns the entries, and the folders inside the classes whose changes make the index outdated.
         read: Returns None for an entry that is not valid.
 
     Raises:
@@ -111,7 +107,7 @@ def listed_once(
     """
     key = _hash(str(folder.resolve()), *_states(folder, names))
     while True:
-        index = cached(f"index-{key}", lambda target: _write(target / "files", folder, *entries())) / "files"
+        index = cached(f"index-{key}", lambda target: _write(target / "files", folder, *listing())) / "files"
         try:
             content = index.read_bytes()
             listed, folders = ([os.fsdecode(n) for n in part.split(END) if n] for part in content.split(PARTS))
@@ -184,8 +180,8 @@ class Shards:
         shards = tars(folder)
         names = [shard.name for shard in shards]
         known = set(names)  # of hundreds of shards, and an index has a million entries
-        entries = lambda: ([entry for shard in shards for entry in _members(shard)], [])  # noqa: E731
-        found = listed_once(folder, names, entries, lambda entry: _place(entry, folder, known))
+        listing = lambda: ([entry for shard in shards for entry in _members(shard)], [])  # noqa: E731
+        found = listed_once(folder, names, listing, lambda entry: _place(entry, folder, known))
         numbers = sorted({label for *_, label in found})
         self.classes = tuple(map(str, numbers))
         place = {number: i for i, number in enumerate(numbers)}

@@ -39,19 +39,15 @@ class VisionRecipe(Recipe):
     drop_path: float = 0.0
     """Rate of stochastic depth."""
     loader_workers: int = 8
-    """Processes per worker that decode images."""
+    """Processes per worker that decode and augment images. With 0 the worker itself does so."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(label_smoothing=(0, 0.99), mixup=(0, 100), cutmix=(0, 100), color_jitter=(0, 1))
-        self.check(random_erasing=(0, 1), drop_path=(0, 0.99), loader_workers=(0, 1000), repeats=(1, 1000))
-        for name in ("mixup", "cutmix", "color_jitter", "auto_augment", "random_erasing", "timm_data"):
-            if getattr(self, name) and self.dataset != "imagenet":
-                raise UserError(
-                    f"{name}={getattr(self, name)!r} is for imagenet only, not {self.dataset}: leave it out"
-                )
-        if self.repeats > 1 and self.dataset != "imagenet":
-            raise UserError(f"repeats={self.repeats} is for imagenet only, not {self.dataset}: leave it out")
+        self.check(random_erasing=(0, 1), drop_path=(0, 0.99), repeats=(1, 1000))
+        if self.dataset != "imagenet":
+            only = {"mixup": 0, "cutmix": 0, "color_jitter": 0, "auto_augment": None, "random_erasing": 0, "repeats": 1}
+            self.leave_out(f"is for imagenet only, not {self.dataset}", **only, timm_data=False)
 
     def check_share(self, workers: int) -> None:
         """Refuses an odd number of images per worker with Mixup or CutMix, which mix a batch with its reverse."""

@@ -19,7 +19,7 @@ from core.errors import UserError
 from training.data.samples import eval_share, steps_per_epoch
 from training.elastic import repeated
 from training.loop.run import Run
-from training.optim import Scalars, backward_in_parts, count_once, make_optimizer, make_schedule
+from training.optim import Scalars, backward_in_parts, count_once, evaluating, make_optimizer, make_schedule
 from training.weights.read import keep_names, load_weights
 from vision import data
 from vision.data import ImageNet
@@ -73,13 +73,12 @@ def check_images(model: nn.Module, recipe: VisionRecipe) -> None:
     shape = data.SHAPES[recipe.dataset]
     side = shape.image_size
     try:
-        with torch.no_grad():
-            model.eval()(torch.zeros(2, shape.in_chans, side, side))
+        with torch.no_grad(), evaluating(model):
+            model(torch.zeros(2, shape.in_chans, side, side))
     except (AssertionError, RuntimeError, ValueError) as error:
         images = f"the {side} x {side} pixels of {recipe.dataset} ({reason(error)})"
         remedy = f"choose another, such as {', '.join(SMALL)}"
         raise UserError(f"model {recipe.model!r} does not take {images}: {remedy}") from None
-    model.train()
 
 
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:
@@ -142,7 +141,6 @@ def spread(images: int) -> list[int]:
 def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset) -> dict[str, float]:
     """Returns top-1, top-5 and loss over the whole test set. Each worker evaluates its share."""
     with run.paused():
-        model.eval()
         top1 = top5 = loss = 0.0
         count, few = 0, list[tuple[Tensor, Tensor, Tensor]]()
         shown = spread(len(eval_share(len(test_set), rank=run.rank, world_size=run.world_size)))
@@ -160,7 +158,6 @@ def evaluate(run: Run, recipe: VisionRecipe, model: nn.Module, test_set: Dataset
         if few:
             pictures = labelled(*map(torch.cat, zip(*few, strict=True)), test_set.classes)
             run.folder.writer.add_figure("test/images", pictures, run.step)
-        model.train()
         top1, top5, loss, count = run.sum(top1, top5, loss, count)
         results = {"test_top1": top1 / count, "test_top5": top5 / count, "test_loss": loss / count}
     run.log_evaluation(results)

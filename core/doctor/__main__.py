@@ -24,7 +24,8 @@ import torch.distributed as dist
 from .. import __version__
 from ..config import CO2Config
 from ..errors import UserError, env_number
-from ..groups import check_env, local_world_size, of_all
+from ..groups import local_world_size, of_all
+from ..guards.inputs import check_env
 from . import report as reports
 from .measure import boundary, compressions, links, sound
 

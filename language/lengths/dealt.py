@@ -2,9 +2,9 @@
 
 Several documents share a row. There is no attention between them, their positions restart, and the loss gives every
 target the same weight. After `attend_to_documents(model)`, call
-`model(row.ids, position_ids=row.positions, documents=row.boundaries)`. TransNormer accepts the same call. transformers
-would build a dense mask as large as the square of the row. Here the work is the sum of the documents' squares. With
-balance rings, documents are split over the ranks of an island (`pack_share`).
+`model(row.ids, position_ids=row.positions, documents=row.boundaries)`. transformers would build a dense mask as large
+as the square of the row. Here the work is the sum of the documents' squares. With balance rings, documents are split
+over the ranks of an island (`pack_share`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,11 +36,11 @@ from core.local_update import LocalUpdateMethod
 from language.data import IGNORE
 from language.lengths.plan import Island, plan
 from language.lengths.ring import Shares, chunks, ring_attention, wait_all
-from language.lengths.rounds import Order, by_tokens, cost, crossing_of, cut, deal, into_parts
+from language.lengths.rounds import Order, cost, cut, deal, into_parts
 from language.metrics import token_loss
 from language.recipe import TextRecipe
-from language.transnormer import TransNormer
 from training.loop.run import Run
+from training.optim import evaluating
 from training.start.workers import largest_of_workers, least_seconds, rank, world_size
 
 NAME = "documents"  # under which the attention is registered with transformers
@@ -148,13 +148,11 @@ def attend_to_documents(model: nn.Module) -> None:
     """Prepares a model for calls with `documents`.
 
     Args:
-        model: A causal language model of transformers, or TransNormer.
+        model: A causal language model of transformers.
 
     Raises:
         UserError: If the model has its own kind of attention, or would mix the documents of a row.
     """
-    if isinstance(model, TransNormer):
-        return
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
@@ -166,9 +164,8 @@ def attend_to_documents(model: nn.Module) -> None:
     model.set_attn_implementation(NAME)  # pyright: ignore[reportCallIssue]
     if config._attn_implementation != NAME:  # the model has warned
         raise UserError(f"{name} computes its attention in a way of its own: leave --balance out")
-    training = model.training
-    _check_apart(model.eval())
-    model.train(training)
+    with evaluating(model):
+        _check_apart(model)
 
 
 @torch.no_grad()
@@ -337,7 +334,8 @@ def hop_of(
 SCANNED = 1 << 26  # tokens of a file that are scanned at a time
 
 
-class Documents(Protocol):
+@dataclass(frozen=True)
+class Documents:
     """The documents of a task.
 
     Attributes:
@@ -346,6 +344,7 @@ class Documents(Protocol):
         sizes: Each document's share of a step's size, int64 [documents].
         sample_size: The size of one sample of the batch size.
         about: A line that describes them.
+        read: Returns a document by its number.
     """
 
     lengths: np.ndarray
@@ -353,11 +352,10 @@ class Documents(Protocol):
     sizes: np.ndarray
     sample_size: int
     about: str
+    read: Callable[[int], Document]
 
-    def read(self, number: int) -> Document: ...
 
-
-class TextDocuments:
+def text_documents(tokens: np.ndarray, end: int, context: int) -> Documents:
     """The documents of a token file, without empty ones. Longer ones are cut into pieces of `context` tokens.
 
     Each token except a document's first is predicted once.
@@ -367,30 +365,28 @@ class TextDocuments:
         end: The id that ends a document.
         context: The most tokens of a piece.
     """
+    parts = range(0, len(tokens), SCANNED)
+    ends = np.concatenate([at + 1 + np.flatnonzero(tokens[at : at + SCANNED] == end) for at in parts])
+    if not len(ends) or ends[-1] < len(tokens):
+        ends = np.append(ends, len(tokens))
+    begins = np.concatenate([[0], ends[:-1]])
+    inputs = ends - begins - 1
+    begins, inputs = begins[inputs > 0], inputs[inputs > 0]
+    if not len(inputs):
+        raise UserError(f"{len(ends)} documents, all of them empty: give text")
+    lengths, pieces = cut(inputs, context), -(-inputs // context)
+    number = np.arange(len(lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.repeat(begins, pieces) + context * number
+    longer, empty = int((pieces > 1).sum()), len(ends) - len(inputs)
+    about = f"{len(inputs):,} documents, of which {longer:,} are longer than {context:,} tokens and are cut"
+    about += f"; {empty:,} empty ones left out" if empty else ""
 
-    def __init__(self, tokens: np.ndarray, end: int, context: int):
-        parts = range(0, len(tokens), SCANNED)
-        ends = np.concatenate([at + 1 + np.flatnonzero(tokens[at : at + SCANNED] == end) for at in parts])
-        if not len(ends) or ends[-1] < len(tokens):
-            ends = np.append(ends, len(tokens))
-        begins = np.concatenate([[0], ends[:-1]])
-        inputs = ends - begins - 1
-        begins, inputs = begins[inputs > 0], inputs[inputs > 0]
-        if not len(inputs):
-            raise UserError(f"{len(ends)} documents, all of them empty: give text")
-        self.tokens, self.lengths, self.sample_size = tokens, cut(inputs, context), context
-        pieces = -(-inputs // context)
-        number = np.arange(len(self.lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self.begins = np.repeat(begins, pieces) + context * number
-        self.targets = self.sizes = self.lengths
-        longer, empty = int((pieces > 1).sum()), len(ends) - len(inputs)
-        self.about = f"{len(inputs):,} documents, of which {longer:,} are longer than {context:,} tokens and are cut"
-        self.about += f"; {empty:,} empty ones left out" if empty else ""
-
-    def read(self, number: int) -> Document:
-        at, length = self.begins[number], self.lengths[number]
-        found = torch.from_numpy(self.tokens[at : at + length + 1].astype(np.int64))
+    def read(number: int) -> Document:
+        at, length = starts[number], lengths[number]
+        found = torch.from_numpy(tokens[at : at + length + 1].astype(np.int64))
         return found[:-1], found[1:]
+
+    return Documents(lengths, lengths, lengths, context, about, read)
 
 
 @dataclass(frozen=True)
@@ -399,14 +395,12 @@ class Dealt:
 
     Attributes:
         documents: The documents.
-        balance: tokens, round or rings.
         crossing: The length at which attention costs as much as the rest of the model.
         group: With balance rings, the island's workers, over which documents are split.
         island: With balance rings, the island's costs.
     """
 
     documents: Documents
-    balance: str
     crossing: float
     group: dist.ProcessGroup | None = None
     island: Island | None = None
@@ -432,7 +426,8 @@ class Dealt:
             raise UserError("balance='rings' with precision='float32': on a GPU give --precision bfloat16 or float16")
         attend_to_documents(model)
         config: Any = model.config
-        dealt = cls(documents, recipe.balance, crossing_of(getattr(config, "hidden_size", None) or config.width))
+        # per token a layer has 12 width^2 multiplications in its matrices, and width x length in attention, half masked
+        dealt = cls(documents, 12.0 * config.hidden_size)
         if split and run.mesh is not None:
             group, island = island_of(recipe, model, run.mesh, int(documents.lengths.max()), run.autocast())
             dealt = replace(dealt, group=group, island=island)
@@ -446,8 +441,7 @@ class Dealt:
         return int(self.documents.sizes.sum()) // self.documents.sample_size
 
     def __str__(self) -> str:
-        crossing = f"; attention costs as the rest at {self.crossing:,.0f}" if self.balance != "tokens" else ""
-        told = f"balance {self.balance}: {self.documents.about}{crossing}"
+        told = f"whole documents: {self.documents.about}; attention costs as the rest at {self.crossing:,.0f}"
         if (i := self.island) is not None:
             nodes = f" on {i.nodes} machines" if i.nodes > 1 else ""
             costs = " ".join(f"{cost:.3g}" for cost in (i.attention, i.linear, *i.inside, *i.across))
@@ -482,7 +476,7 @@ class Dealt:
             ahead: Returns the number of steps to assign at once.
         """
         d = self.documents
-        full = (d.lengths == d.lengths.max()) & (self.balance != "tokens")
+        full = d.lengths == d.lengths.max()
         order = Order(d.sizes, recipe.batch_size * d.sample_size, full, seed=recipe.seed, workers=workers)
         while start < total:
             steps = min(ahead(), total - start)
@@ -498,8 +492,6 @@ class Dealt:
     def owners(self, numbers: np.ndarray, workers: int) -> np.ndarray:
         """The worker of each document of a round, int64 [n]."""
         lengths, targets = self.documents.lengths[numbers], self.documents.targets[numbers]
-        if self.balance == "tokens":
-            return by_tokens(lengths, workers)
         return deal(np.stack([targets, cost(lengths, self.crossing)], axis=1), workers)
 
     def _round(self, numbers: np.ndarray, steps: int, rows: int, rank: int, workers: int) -> Iterator[Rows]:

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torch import Tensor
-
-from core.errors import UserError
 
 Ring = tuple[int, ...]
 Load = tuple[float, float, float]  # seconds of attention, seconds of hops, tokens
@@ -46,14 +44,6 @@ class Island:
     linear: float
     inside: tuple[float, float]
     across: tuple[float, float]
-
-    def __post_init__(self) -> None:
-        if min(self.nodes, self.devices) < 1:
-            raise UserError(f"{self.nodes} nodes of {self.devices} devices: give 1 or more of each")
-        for field in fields(self)[2:]:
-            value = getattr(self, field.name)
-            if not min(value if isinstance(value, tuple) else (value,)) >= 0:
-                raise UserError(f"{field.name}={value}: a cost is 0 or more; measure it anew")
 
     @property
     def size(self) -> int:

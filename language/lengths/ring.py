@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from core.errors import UserError
-
 aten = torch.ops.aten
 
 
@@ -96,7 +94,7 @@ class Shares:
         self.group = group
         ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if dist.is_initialized() else (1, 0)
         ends = documents.tolist()
-        _check(ends, rings, ranks)
+        assert len(rings) == len(ends) - 1 and all(ring and set(ring) <= set(range(ranks)) for ring in rings)
         self.pieces: list[Piece] = []
         indices: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
         tokens = 0
@@ -146,12 +144,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:
 
     Returns:
         [tokens, heads, width].
-
-    Raises:
-        UserError: If the number of tokens differs from the documents' on this rank.
     """
-    if len(q) != len(shares.indices):
-        raise UserError(f"{len(q)} tokens, but the documents give this rank {len(shares.indices)}: take shares.indices")
+    assert len(q) == len(shares.indices), "take the tokens at shares.indices"
     return _RingAttention.apply(q, k, v, shares)  # type: ignore[no-any-return]
 
 
@@ -293,13 +287,3 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _tokens_first(x: Tensor) -> Tensor:
     return x.squeeze(0).transpose(0, 1)
-
-
-def _check(ends: list[int], rings: Sequence[Sequence[int]], ranks: int) -> None:
-    if ends[:1] != [0] or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
-        raise UserError("documents: give cumulative lengths that begin with 0 and never fall")
-    if len(rings) != len(ends) - 1:
-        raise UserError(f"{len(rings)} rings for {len(ends) - 1} documents: give one for each")
-    for number, ring in enumerate(rings):
-        if not ring or len(set(ring)) < len(ring) or not set(ring) <= set(range(ranks)):
-            raise UserError(f"ring {number}, {tuple(ring)}: give some of the ranks 0 to {ranks - 1}, each once")

@@ -31,14 +31,6 @@ PARTNERS = 4  # workers that are tried
 TOLERANCE = 0.004  # share of a worker's load within which exchanges stop
 
 
-def crossing_of(width: int) -> float:
-    """The length at which a causal document's attention costs as much as the rest of a transformer.
-
-    A layer needs 12 width^2 multiplications per token in its matrices, and width x length in attention, half masked.
-    """
-    return 12.0 * width
-
-
 def cost(lengths: np.ndarray, crossing: float) -> np.ndarray:
     """The work of documents, s^2 + crossing s, in arbitrary units.
 

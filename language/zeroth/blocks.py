@@ -8,7 +8,7 @@ pass uploads a block once, and a step offloads it once. The device holds three b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from .order import Noise, ScratchCopy, Update, Weights, weights_uncached
 ALIGNED = 64  # bytes: tensors begin at multiples of it in a block
 
 
-class BlockStream:
-    """Keeps a model's blocks in host memory. Pass it to ZerothOrder as `make_forward`.
+class BlockStream(ScratchCopy):
+    """Keeps a model's blocks in host memory, and the rest on the device. Pass it to ZerothOrder as `make_forward`.
 
         make_forward=functools.partial(BlockStream, blocks=model.transformer.h)
 
@@ -39,7 +39,6 @@ class BlockStream:
     def __init__(
         self, model: nn.Module, weights: Weights, *, blocks: Sequence[nn.Module], device: torch.device | None = None
     ):
-        self._model, self._weights = model, weights
         self.device = device or weights.params[0].device
         _refuse(model, blocks)
         self.blocks = [Block(block, weights, self.device) for block in blocks]
@@ -49,24 +48,18 @@ class BlockStream:
                 t.data = t.data.to(self.device)
         weights.noise = Noise(weights.config.seed, self.device)
         self.window = Window(self.blocks, self.device)
-        self._rest = ScratchCopy(model, weights, [p for p in weights.params if id(p) not in in_blocks])
-        self._deferred: list[Update] = []  # updates of the rest
+        super().__init__(model, weights, [p for p in weights.params if id(p) not in in_blocks])
         self._sign: int | None = None  # of eps z, in a pass; 0 means W itself
         self._now = 0  # step
         for i, block in enumerate(blocks):
             block.register_forward_pre_hook(lambda *_, i=i: self._enter(i))
             block.register_forward_hook(lambda *_, i=i: self._leave(i))
 
-    @property
-    def pending(self) -> list[Update]:
-        """The deferred updates."""
-        return list(self._deferred)
-
     @torch.no_grad()
     def apply(self, update: Update) -> None:
         """Defers the update of each block to its next upload, or to `flush`."""
         if not update.dropped:
-            for behind in (self._deferred, *(block.behind for block in self.blocks)):
+            for behind in (self.pending, *(block.behind for block in self.blocks)):
                 behind.append(update)
 
     @torch.no_grad()
@@ -81,9 +74,9 @@ class BlockStream:
                 block.host.copy_(slot)
 
     def _update_rest(self) -> None:
-        for update in self._deferred:
-            self._rest.apply(update)
-        self._deferred.clear()
+        for update in self.pending:
+            super().apply(update)
+        self.pending.clear()
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -92,14 +85,13 @@ class BlockStream:
         with torch.no_grad(), weights_uncached(), self._pass(0):
             yield
 
-    def losses(self, loss: Callable[[nn.Module], Any], step: int, signs: tuple[int, ...]) -> list[Any]:
-        """loss(model) at W + sign eps z for each sign."""
-        self._now, found = step, []
+    @contextlib.contextmanager
+    def perturbed(self, step: int, sign: int) -> Iterator[None]:
+        """A context in which the model computes at W + sign eps z."""
+        self._now = step
         self._update_rest()
-        for sign in signs:
-            with self._pass(sign), self._rest.perturbed(step, sign):
-                found.append(loss(self._model))
-        return found
+        with self._pass(sign), super().perturbed(step, sign):
+            yield
 
     @contextlib.contextmanager
     def _pass(self, sign: int) -> Iterator[None]:

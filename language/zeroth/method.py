@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,7 +12,6 @@ from torch import nn
 
 from core.baselines.table import MethodArgs, MethodSpec, Settings, register
 from core.errors import UserError
-from training.optim import lent_rate
 
 from .blocks import BlockStream
 from .order import ZerothConfig, ZerothOrder
@@ -33,7 +33,9 @@ def of_run(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, blocks:
         UserError: If the recipe asks for offload and there are no blocks.
     """
     r = run.recipe
-    options: dict[str, Any] = {"lr": lent_rate(optimizer)(), "timeout": r.timeout, "link": run.link}
+    # the optimizer never steps, so torch's schedules would warn
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before", UserWarning)
+    options: dict[str, Any] = {"lr": optimizer.param_groups[0]["lr"], "timeout": r.timeout, "link": run.link}
     if r.offload:
         if not blocks:
             raise UserError("offload: the model has no list of blocks that could be uploaded one by one: leave it out")

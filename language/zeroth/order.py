@@ -1,9 +1,9 @@
 """Zeroth-order training: MeZO's step (arXiv 2305.17333) on many workers, each of which measures a part of it.
 
     zo = ZerothOrder(model, ZerothConfig(eps=1e-3), lr=1e-6)
-    for batch in loader:                                # the part zo.data_rank of zo.data_workers
+    for batch in loader:                                # the part zo.place.data_rank of zo.place.data_workers
         zo.step(lambda model: loss(model, batch), count=len(batch))
-        zo.flush()                                      # only before an evaluation or a checkpoint
+        zo.sync_for_eval()                              # only before an evaluation or a checkpoint
     zo.finish()
 
 Step t, where z depends only on (seed, t):
@@ -11,7 +11,7 @@ Step t, where z depends only on (seed, t):
     1  l+, l-  =  loss at W + eps z, loss at W - eps z          on scratch copies: W is not touched
     2  all workers receive every worker's losses and samples     exchange: 24 bytes, in one hop
     3  g = (mean l+ - mean l-) / (2 eps)                         summed in rank order: the same bits on all workers
-    4  W <- W - lr (g z + weight_decay W)
+    4  W <- W - lr g z
 
 There is no backward pass, no gradient and no optimizer state. The list of all g is the whole run (ScalarLog).
 """
@@ -29,7 +29,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,18 +45,17 @@ from core.hooks import Requests
 from core.local_update import Loop
 from core.stats import RoundStats
 from training.data.samples import mix
+from training.optim import evaluating
 
 NUMBERS = 3  # (sum of the samples' losses at W + eps z, the same at W - eps z, samples)
 
 
 @dataclass(frozen=True)
 class ZerothConfig:
-    """Two forward passes a step, at W + eps z and W - eps z, and W <- W - lr (g z + weight_decay W)."""
+    """Two forward passes a step, at W + eps z and W - eps z, and W <- W - lr g z."""
 
     eps: float = 1e-3
     """Distance along z at which the loss is measured. The default is MeZO's."""
-    weight_decay: float = 0.0
-    """Decays matrices, including embeddings. Biases and norms are vectors, which do not decay."""
     seed: int = 0
     """Seed of z, which depends only on (seed, step, tensor, position in the tensor)."""
     pairs: bool | None = None
@@ -65,8 +64,6 @@ class ZerothConfig:
 
     def __post_init__(self) -> None:
         require(self, is_number(self.eps) and 0 < self.eps < math.inf, "eps", "give a number above 0, such as 1e-3")
-        decays = is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf
-        require(self, decays, "weight_decay", "give 0 or more")
         seeds = type(self.seed) is int and 0 <= self.seed < 1 << 63
         require(self, seeds, "seed", "give a whole number from 0 to 2^63 - 1")
         require(self, self.pairs in (None, True, False), "pairs", "give True, False or None")
@@ -175,11 +172,17 @@ def exchange(
 # -- the log, from which a run's weights follow -----------------------------------------------------------------------
 
 
-_FORMAT = "co2 zeroth-order scalars 1"
+_FORMAT = "co2 zeroth-order scalars 2"
 
 
 class Update(NamedTuple):
-    """W <- W - lr (g z + weight_decay W), with the z of that step."""
+    """W <- W - lr g z, with the z of that step.
+
+    Attributes:
+        step: The number of the step, from 0.
+        lr: The learning rate.
+        g: The projected gradient.
+    """
 
     step: int
     lr: float
@@ -187,7 +190,7 @@ class Update(NamedTuple):
 
     @property
     def dropped(self) -> bool:
-        """Whether a loss was not finite on some worker. Then the weights neither move nor decay."""
+        """Whether a loss was not finite on some worker. Then no worker changes a weight."""
         return not math.isfinite(self.g)
 
 
@@ -196,7 +199,6 @@ class ScalarLog:
     """The projected gradients g of steps 0, 1, ... in float64, and the learning rate at each change."""
 
     seed: int
-    weight_decay: float = 0.0
     g: array[float] = field(default_factory=lambda: array("d"))
     lrs: list[tuple[int, float]] = field(default_factory=list)  # (step, the rate from there on)
 
@@ -222,11 +224,10 @@ class ScalarLog:
         """The steps of this log that follow the steps of `known`.
 
         Raises:
-            UserError: If `known` has other settings, or its steps are not the first steps of this log.
+            UserError: If `known` has another seed, or its steps are not the first steps of this log.
         """
-        for name in ("seed", "weight_decay"):
-            if (ours := getattr(self, name)) != (here := getattr(known, name)):
-                raise UserError(f"the scalars are of {name}={ours!r}, here it is {here!r}: replay with their settings")
+        if self.seed != known.seed:
+            raise UserError(f"the scalars are of seed={self.seed}, here it is {known.seed}: replay with their settings")
         first = self.g[: len(known.g)].tobytes() == known.g.tobytes()  # bytes, because NaN is not equal to itself
         rates = zip(self.updates(), known.updates(), strict=False)
         if not first or any(mine.lr != theirs.lr for mine, theirs in rates):
@@ -259,12 +260,12 @@ class ScalarLog:
         return log
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("seed", "weight_decay", "lrs")} | {"g": list(self.g)}
+        return {"seed": self.seed, "lrs": self.lrs, "g": list(self.g)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> ScalarLog:
         lrs = [(int(step), float(rate)) for step, rate in state["lrs"]]
-        return cls(state["seed"], state["weight_decay"], array("d", state["g"]), lrs)
+        return cls(state["seed"], array("d", state["g"]), lrs)
 
 
 # -- weights and the random direction z -------------------------------------------------------------------------------
@@ -339,12 +340,9 @@ class Weights:
         """Applies the step's update to tensor `index` in place. It is never fused, so all devices give equal bits."""
         if update.dropped:
             return
-        decay = update.lr * self.config.weight_decay if w.ndim >= 2 else 0.0
         into = torch.empty(min(CHUNK, w.numel()), dtype=torch.float32, device=w.device)
         for number, part in enumerate(w.view(-1).split(CHUNK)):
             new = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
-            if decay:
-                new.mul_(1 - decay)
             z = self._z(update.step, index, number, part, into[: part.numel()])
             new.sub_(z.mul_(update.lr * update.g))
             if new is not part:
@@ -372,17 +370,6 @@ PATIENCE = 10  # dropped steps in a row that end the run
 Loss = Callable[[nn.Module], Tensor | float]
 
 
-class Forward(Protocol):
-    """Measures losses at perturbed weights, and decides where the weights are stored."""
-
-    pending: list[Update]
-
-    def losses(self, loss: Loss, step: int, signs: tuple[int, ...]) -> list[Tensor | float]: ...
-    def apply(self, update: Update) -> None: ...
-    def flush(self) -> None: ...
-    def inference(self) -> contextlib.AbstractContextManager[None]: ...
-
-
 class ScratchCopy:
     """Keeps all weights on their device, with one copy to perturb. Applies each update at once.
 
@@ -390,13 +377,16 @@ class ScratchCopy:
         model: The model.
         weights: Its trained parameters.
         params: The parameters to perturb and update. None: all trained parameters.
+
+    Attributes:
+        pending: The deferred updates, none here.
     """
 
     def __init__(self, model: nn.Module, weights: Weights, params: Sequence[nn.Parameter] | None = None):
         self._model, self._weights = model, weights
         self._params = weights.params if params is None else params
         self._scratch = [torch.empty_like(p, requires_grad=False) for p in self._params]
-        self.pending: list[Update] = []  # always empty
+        self.pending: list[Update] = []
 
     def losses(self, loss: Loss, step: int, signs: tuple[int, ...]) -> list[Tensor | float]:
         """loss(model) at W + sign eps z for each sign."""
@@ -427,23 +417,10 @@ class ScratchCopy:
     def flush(self) -> None:
         """Does nothing, because no update is deferred here."""
 
-    def inference(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
         """A context in which the model can be called at W. Here it always can."""
-        return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which every module is in eval mode, and autocast caches no weights."""
-    training = [m for m in model.modules() if m.training]
-    for module in training:
-        module.training = False
-    try:
-        with weights_uncached():
-            yield
-    finally:
-        for module in training:
-            module.training = True
+        yield
 
 
 @contextlib.contextmanager
@@ -455,23 +432,6 @@ def weights_uncached() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The outcome of a step.
-
-    Attributes:
-        step: Its number, from 0.
-        loss: Averaged over all samples and both sides.
-        g: The projected gradient.
-        dropped: Whether a loss was not finite on some worker, so that no worker changed a weight.
-    """
-
-    step: int
-    loss: float
-    g: float
-    dropped: bool
 
 
 class ZerothOrder(Loop):
@@ -506,7 +466,7 @@ class ZerothOrder(Loop):
         timeout: float = 600.0,
         link: Link | None = None,
         requests: Requests | None = None,
-        make_forward: Callable[[nn.Module, Weights], Forward] = ScratchCopy,
+        make_forward: Callable[[nn.Module, Weights], ScratchCopy] = ScratchCopy,
     ):
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
         self._timeout, self._link, self._requests = timeout, link, requests or Requests()
@@ -520,7 +480,7 @@ class ZerothOrder(Loop):
         self._forward = make_forward(model, self.weights)  # before the workers compare, as it decides where z is drawn
         if self.group is not None:
             self._meet(self.group)
-        self.log = ScalarLog(self.config.seed, self.config.weight_decay)
+        self.log = ScalarLog(self.config.seed)
         self._dropped = 0  # steps in a row
         self.own_loss, self.stats = math.nan, RoundStats()
 
@@ -539,23 +499,16 @@ class ZerothOrder(Loop):
 
     rounds = steps
 
-    @property
-    def data_rank(self) -> int:
-        """This worker's part of the data, of `data_workers` parts."""
-        return self.place.data_rank
-
-    @property
-    def data_workers(self) -> int:
-        """The number of parts. Both workers of a pair use the same part."""
-        return self.place.data_workers
-
     @torch.no_grad()
-    def step(self, loss: Loss, count: float) -> StepResult:
+    def step(self, loss: Loss, count: float) -> Update:
         """One step of all workers.
 
         Args:
             loss: Called with the model once or twice. Returns the average over this worker's samples.
             count: The number of these samples, which is this worker's weight. 0 if it has none.
+
+        Returns:
+            The step's update, the same on all workers.
 
         Raises:
             UserError: If lr, count or the loss is invalid.
@@ -568,7 +521,7 @@ class ZerothOrder(Loop):
         if not (math.isfinite(count) and count >= 0):
             raise UserError(f"count={count}: give how many samples the loss is the mean of")
         number, signs = self.steps, self.place.signs
-        with evaluating(self.model):
+        with evaluating(self.model), weights_uncached():
             sides = self._measure(loss, count, number, signs)
         self.own_loss = sum(sides) / (len(signs) * count) if count else math.nan
         row = [*sides, float(count), *self._requests.take()]
@@ -587,7 +540,7 @@ class ZerothOrder(Loop):
                 f"the losses of {PATIENCE} steps up to step {number} are not finite: lower the learning rate, or "
                 "look at the data"
             )
-        return StepResult(number, (plus + minus) / 2, update.g, update.dropped)
+        return update
 
     def _take(self, update: Update) -> None:
         self._forward.apply(update)
@@ -605,27 +558,20 @@ class ZerothOrder(Loop):
         return sides
 
     @torch.no_grad()
-    def flush(self) -> None:
+    def finish(self) -> None:
         """Applies the updates that wait for a block's next upload. Later steps do not change."""
         self._forward.flush()
 
-    def inference(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model can be called with all updates applied, as for an evaluation."""
-        return self._forward.inference()
-
     def sync_for_eval(self) -> bool:
-        """Applies the deferred updates."""
-        self.flush()
+        """Applies the deferred updates, as before a checkpoint."""
+        self.finish()
         return True
 
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[bool]:
-        with self.inference():
+        """A context in which the model can be called with all updates applied, as for an evaluation."""
+        with self._forward.inference():
             yield True
-
-    def finish(self) -> None:
-        """Applies every update. Call it at the end."""
-        self.flush()
 
     def close(self) -> None:
         """Leaves the process group. Every worker must call it."""
@@ -650,7 +596,7 @@ class ZerothOrder(Loop):
             UserError: If the checkpoint has other settings.
         """
         here = self._lasting()
-        if changed := [f"{k}={v!r}, here {here[k]!r}" for k, v in state["config"].items() if here[k] != v]:
+        if changed := [f"{k}={v!r}, here {here.get(k)!r}" for k, v in state["config"].items() if here.get(k) != v]:
             raise UserError(f"the checkpoint has {', '.join(changed)}: resume with its settings")
         self.log = ScalarLog.from_state(state["log"])
         for update in state["pending"]:
@@ -669,4 +615,4 @@ class ZerothOrder(Loop):
         """
         for update in log.beyond(self.log):
             self._take(update)
-        self.flush()
+        self.finish()

@@ -37,7 +37,7 @@ from bench.time_to_loss import (
 )
 from core.stats import RoundStats
 from tests.bench.emulated import python
-from training.data.samples import worker_batches
+from training.data.samples import train_keys
 from vision import data
 
 # -- trajectories to a time -------------------------------------------------------------------------------------
@@ -293,12 +293,13 @@ def two_workers_by_hand(average_every: int, steps: int) -> list[float]:
     models[1].load_state_dict(models[0].state_dict())
     mean = build_model(256)
     optimizers = [torch.optim.SGD(m.parameters(), 0.05, 0.9) for m in models]
-    order = dict(seed=0, world_size=2, start=0, total=steps)
-    batches = [worker_batches(len(train), 64, rank=rank, **order) for rank in range(2)]
+    recipe = SimpleNamespace(seed=0, batch_size=64)
+    batches = [train_keys(recipe, len(train), rank, 2, 0, steps) for rank in range(2)]
     losses = []
     for step in range(steps + 1):
         if step:
-            for model, optimizer, (*_, index) in zip(models, optimizers, map(next, batches), strict=True):
+            for model, optimizer, (_, keys) in zip(models, optimizers, map(next, batches), strict=True):
+                index = [i for *_, i in keys]
                 optimizer.zero_grad()
                 F.cross_entropy(model(train.normalise(train.images[index])), train.labels[index]).backward()
                 optimizer.step()

@@ -19,9 +19,9 @@ from core.testing import run_distributed
 from language import model as models
 from language.data import IGNORE
 from language.lengths import dealt, rounds
-from language.lengths.dealt import Dealt, TextDocuments, steps_ahead
+from language.lengths.dealt import Dealt, steps_ahead, text_documents
 from language.metrics import token_loss
-from language.prompts import PromptDocuments
+from language.prompts import prompt_documents
 from language.recipes import gpt2_pydoc_small
 from tests.tiny_models import CONFIGS
 
@@ -137,7 +137,7 @@ def test_a_text_becomes_documents_and_every_token_but_the_first_is_predicted_onc
     lengths = [5, 1, 17, 2, 9, 1, 33]  # two hold nothing but their end
     for unfinished in (0, 3):
         tokens = np.concatenate([text(lengths), np.arange(900, 900 + unfinished, dtype=np.uint32)])
-        found = TextDocuments(tokens, END, context=8)
+        found = text_documents(tokens, END, context=8)
         assert found.lengths.max() == 8 and found.lengths.min() >= 1
         targets = torch.cat([found.read(i)[1] for i in range(len(found.lengths))]).tolist()
         begins = np.cumsum([0, *lengths])
@@ -147,14 +147,14 @@ def test_a_text_becomes_documents_and_every_token_but_the_first_is_predicted_onc
             assert len(inputs) == len(wanted) == found.lengths[i] and END not in inputs.tolist()
     assert (
         "5 documents, of which 3 are longer than 4 tokens and are cut; 2 empty ones left out"
-        in TextDocuments(text(lengths), END, 4).about
+        in text_documents(text(lengths), END, 4).about
     )
     with pytest.raises(UserError, match="2 documents, all of them empty"):
-        TextDocuments(np.zeros(2, dtype=np.uint16), END, 8)
+        text_documents(np.zeros(2, dtype=np.uint16), END, 8)
 
 
 def test_prompts_are_documents_whose_answers_alone_are_targets():
-    found = PromptDocuments([([5, 6, 7, 8], 3), ([5, 9], 1)])
+    found = prompt_documents([([5, 6, 7, 8], 3), ([5, 9], 1)])
     assert found.lengths.tolist() == [3, 1] and found.targets.tolist() == [1, 1] and found.sizes.tolist() == [1, 1]
     inputs, targets = found.read(0)
     assert inputs.tolist() == [5, 6, 7] and targets.tolist() == [IGNORE, IGNORE, 8]
@@ -163,12 +163,10 @@ def test_prompts_are_documents_whose_answers_alone_are_targets():
 # -- the steps of a run ---------------------------------------------------------------------------------------------
 
 
-def steps_of(
-    rank: int, workers: int, start: int, taus: list[int], balance: str = "round", rows: int = 1
-) -> list[dealt.Rows]:
+def steps_of(rank: int, workers: int, start: int, taus: list[int], rows: int = 1) -> list[dealt.Rows]:
     """Of rounds of so many steps each."""
-    dealt = Dealt(TextDocuments(text(drawn()), END, 64), balance, 100.0)
-    recipe = replace(RECIPE, balance=balance, accumulate=rows)
+    dealt = Dealt(text_documents(text(drawn()), END, 64), 100.0)
+    recipe = replace(RECIPE, accumulate=rows)
     ahead = iter(taus)
     return list(dealt.steps(recipe, rank, workers, start, start + sum(taus), lambda: next(ahead)))
 
@@ -177,18 +175,17 @@ def tokens_of(steps: list[dealt.Rows]) -> list[int]:
     return [t for step in steps for row in step.parts for t in row.targets[0].tolist() if t != IGNORE]
 
 
-@pytest.mark.parametrize("balance", ["tokens", "round"])
-def test_the_workers_share_each_round_and_know_its_targets(balance: str):
-    shares = [steps_of(rank, 3, 0, [6, 6], balance, rows=2) for rank in range(3)]
+def test_the_workers_share_each_round_and_know_its_targets():
+    shares = [steps_of(rank, 3, 0, [6, 6], rows=2) for rank in range(3)]
     assert all(len(share) == 12 and all(len(step.parts) == 2 for step in share) for share in shares)
-    for step, whole in zip(shares[1], steps_of(1, 3, 0, [6, 6], balance), strict=True):
+    for step, whole in zip(shares[1], steps_of(1, 3, 0, [6, 6]), strict=True):
         assert sorted(tokens_of([step])) == sorted(tokens_of([whole])), "micro-batches leave a step as it is"
     for begin in (0, 6):
         mine = [tokens_of(share[begin : begin + 6]) for share in shares]
         joined = [t for tokens in mine for t in tokens if t != END]
         assert len(set(joined)) == len(joined)
         assert sum(map(len, mine)) / 18 == shares[0][begin].predicted == shares[2][begin + 5].predicted
-        assert max(map(len, mine)) < 1.02 * min(map(len, mine)) or balance == "tokens"
+        assert max(map(len, mine)) < 1.02 * min(map(len, mine))
 
 
 def same(a: list[dealt.Rows], b: list[dealt.Rows]) -> bool:
@@ -210,7 +207,7 @@ def test_a_run_goes_on_from_any_round_also_where_tau_has_changed():
 
 
 def test_a_worker_without_documents_gets_fillers():
-    dealt = Dealt(TextDocuments(text([65, 40, 3]), END, 64), "round", 100.0)
+    dealt = Dealt(text_documents(text([65, 40, 3]), END, 64), 100.0)
     recipe = replace(RECIPE, batch_size=1)
     (step,) = dealt.steps(recipe, 2, 3, 0, 1, lambda: 1)
     (row,) = step.parts
@@ -232,7 +229,7 @@ def test_a_deal_is_for_a_round():
 
 
 def test_fewer_documents_than_workers_or_than_a_step_are_refused(monkeypatch: pytest.MonkeyPatch):
-    found = TextDocuments(text([9, 9, 9]), END, 8)
+    found = text_documents(text([9, 9, 9]), END, 8)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="3 documents over 4 workers: give as many, or --balance none"):
         Dealt.of(RECIPE, models.build_model("gpt2_tiny", vocab_size=97, context=64, dropout=0.0), found)
@@ -244,16 +241,11 @@ def test_fewer_documents_than_workers_or_than_a_step_are_refused(monkeypatch: py
 
 
 def build(kind: str) -> nn.Module:
-    """A tiny model without dropout, in float64 but for TransNormer, which attends in float32."""
+    """A tiny model without dropout, in float64."""
     torch.manual_seed(0)
-    if kind == "transnormer":
-        sizes = models.TransNormerConfig(vocab_size=97, layers=2, width=32, heads=2, glu_width=48, chunk=4)
-        made: nn.Module = models.TransNormer(sizes)
-    elif kind == "own gpt2":
-        made = models.build_model("gpt2_tiny", vocab_size=97, context=64, dropout=0.0)
-    else:
-        made = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
-    return made if kind == "transnormer" else made.double()
+    if kind == "own gpt2":
+        return models.build_model("gpt2_tiny", vocab_size=97, context=64, dropout=0.0).double()
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]).eval().double()
 
 
 LENGTHS = [1, 2, 40, 3, 17, 1, 29, 8]
@@ -290,16 +282,15 @@ def packed_loss(model: nn.Module, row: dealt.Packed) -> Tensor:
     return loss64(model(row.ids, position_ids=row.positions, documents=row.boundaries).logits, row.targets)
 
 
-@pytest.mark.parametrize("kind", ["own gpt2", "llama", "transnormer"])
+@pytest.mark.parametrize("kind", ["own gpt2", "llama"])
 def test_packed_documents_are_those_of_a_row_each(kind: str):
     expected, reference = one_a_row(kind)
     model = build(kind)
     dealt.attend_to_documents(model)
     row = dealt.pack(documents())
     loss = packed_loss(model, row)
-    tolerance = 1e-10 if kind != "transnormer" else 1e-5
-    torch.testing.assert_close(gradients(model, [loss]), reference, rtol=0, atol=tolerance)
-    assert loss.item() == pytest.approx(expected, abs=10 * tolerance)
+    torch.testing.assert_close(gradients(model, [loss]), reference, rtol=0, atol=1e-10)
+    assert loss.item() == pytest.approx(expected, abs=1e-9)
     mixed = model(row.ids, position_ids=row.positions, documents=torch.tensor([0, row.ids.shape[1]]))
     assert (loss64(mixed.logits, row.targets) - loss).abs() > 1e-4, "boundaries matter"
 

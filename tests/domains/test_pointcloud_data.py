@@ -59,11 +59,10 @@ def shapenet55(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_layouts_of_both_shapenet_releases(shapenet: Path, shapenet55: Path):
     source = load_source("shapenet", "train")
-    assert [source.label(i) for i in range(len(source))] == [s for s in SYNSETS for _ in range(2)]
+    assert [Path(source.name(i)).parts[-3] for i in range(len(source))] == [s for s in SYNSETS for _ in range(2)]
     np.testing.assert_array_equal(source.load(3), random_cloud(101))
     assert len(load_source("shapenet", "test")) == 4
     train, test = (load_source("shapenet55", split) for split in ("train", "test"))
-    assert [train.label(i) for i in range(len(train))] == list(SYNSETS)
     np.testing.assert_array_equal(train.load(1), random_cloud(1))
     np.testing.assert_array_equal(test.load(0), random_cloud(2))
 
@@ -79,7 +78,7 @@ def test_modelnet10():
     if not (data_root() / "modelnet10_1024_fp16.npz").exists():
         pytest.skip(f"{data_root()} has no modelnet10_1024_fp16.npz")
     train, test = (load_source("modelnet10", split) for split in ("train", "test"))
-    assert (len(train), len(test)) == (3991, 908) and len({test.label(i) for i in range(908)}) == 10
+    assert (len(train), len(test)) == (3991, 908)
     item = PointClouds(test, 1024)[0, 0, 907]
     assert item.shape == (1024, 3) and item.dtype == torch.float32
 
@@ -87,7 +86,7 @@ def test_modelnet10():
 def test_surfaces_repeat_and_their_splits_differ():
     train, test = (load_source("surfaces", split) for split in ("train", "test"))
     np.testing.assert_array_equal(train.load(5), load_source("surfaces", "train").load(5))
-    assert not np.array_equal(train.load(5), test.load(5)) and len({train.label(i) for i in range(100)}) == 7
+    assert not np.array_equal(train.load(5), test.load(5))
     assert train.load(0).shape == (2048, 3)
 
 
@@ -233,7 +232,7 @@ def test_a_torus_has_more_area_outside_and_a_boxs_faces_get_theirs(rng):
 TINY = """
     --epochs 2 --batch_size 8 --points 64 --autoencoder.encoder_widths 16 --autoencoder.latent 16
     --autoencoder.mlp_widths 16 --optim.warmup_steps 0 --co2.tau 2 --log_every 1 --device cpu
-    --mae.groups 8 --mae.group_size 8 --mae.dim 24 --mae.depth 1 --mae.heads 2 --emd_points 32
+    --mae.groups 8 --mae.group_size 8 --mae.dim 24 --mae.depth 1 --mae.heads 2
 """
 
 

@@ -123,7 +123,7 @@ def test_bad_configurations_name_the_value():
 def test_picture_shows_each_cloud_in_its_place():
     """Rows and columns hold ink where a cloud is, and none where it is empty."""
     ball = np.random.default_rng(0).normal(size=(300, 3)) / 4
-    image = draw_clouds({"input": [ball, ball], "reconstruction": [ball, np.empty((0, 3))]}, ["$1^$", "\udc80"])
+    image = draw_clouds({"input": [ball, ball], "reconstruction": [ball, np.empty((0, 3))]})
     assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3
     top, bottom = np.array_split((image != 255).any(axis=2), 2)
     ink = [half.mean() for row in (top, bottom) for half in np.array_split(row, 2, axis=1)]

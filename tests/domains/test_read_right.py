@@ -27,7 +27,7 @@ from language.prepare import read_documents, text_files
 from language.prompts import read_lines
 from pointcloud.sources import ShapeNet55
 from segmentation import train as script
-from segmentation.data import LoadImage, LoadMask, build_dataset
+from segmentation.data import LoadImage, LoadMask, Scenes, build_dataset
 from segmentation.recipes import RECIPES
 from training.data.images import read_mask
 from vision.data import Augmented, ImageNet
@@ -368,5 +368,5 @@ def test_mIoU_is_evaluated_in_float32(precision: str):
     run.paused = contextlib.nullcontext
     run.autocast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
     run.sum_tensor = lambda tensor: tensor
-    found = script.evaluate.__wrapped__(run, Model(), "val", build_dataset("digits", "val").get_subset(4))
+    found = script.evaluate.__wrapped__(run, Model(), "val", Scenes(build_dataset("digits", "val").get_subset(4)))
     assert found["val_mIoU"] == 100

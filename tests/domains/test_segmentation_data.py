@@ -14,7 +14,7 @@ from PIL import Image
 
 from core import UserError
 from segmentation import data
-from segmentation.data import CPU, SeededAugmentation, eval_batches, pack, train_batches, unpack
+from segmentation.data import Scenes, pack, unpack
 from segmentation.metrics import SegmentationMetric, side_by_side
 from segmentation.recipes import RECIPES, digits_small
 from segmentation.train import make_model
@@ -139,7 +139,7 @@ def images(dataset: data.ArraySegDataset, rank: int, start: int, total: int, wor
     """This worker's batches, uint8 [b, 3, h, w] each, of 8 images over two workers."""
     dataset.full_init()
     recipe = replace(digits_small(), batch_size=8, loader_workers=workers)
-    return [torch.stack(b["inputs"]) for b in train_batches(dataset, recipe, rank, 2, start, total)]
+    return [torch.stack(b["inputs"]) for b in Scenes(dataset).train_batches(recipe, rank, 2, start, total)]
 
 
 def test_batches_do_not_depend_on_resuming_or_loader_processes(digits: data.ArraySegDataset) -> None:
@@ -158,13 +158,13 @@ def test_labels_cross_as_bytes_and_arrive_as_mmseg_has_them(digits: data.ArraySe
     batch = pack(items)
     assert [label.dtype for label in batch["labels"]] == [torch.uint8] * 2 and batch["inputs"][0].dtype == torch.uint8
     assert not any("gt_sem_seg" in sample for sample in batch["data_samples"])
-    arrived = [sample.gt_sem_seg.data for sample in unpack(batch, CPU)["data_samples"]]
+    arrived = [sample.gt_sem_seg.data for sample in unpack(batch, torch.device("cpu"))["data_samples"]]
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(arrived, wanted, strict=True))
     assert wanted[0].dtype == torch.int64 and wanted[0].max() > 0
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(digits: data.ArraySegDataset) -> None:
-    augmented = SeededAugmentation(digits)
+    augmented = Scenes(digits)
     first = augmented[3, 0, 7]["inputs"]
     np.random.seed(11)
     before = np.random.get_state()[1].copy()  # type: ignore[index]
@@ -177,7 +177,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(digits: data.ArraySe
 def test_evaluation_sees_every_image_once() -> None:
     val = data.build_dataset("digits", "val")
     recipe = digits_small()
-    batches = [b["inputs"] for rank in range(3) for b in eval_batches(val, recipe, rank, 3, 5)]
+    batches = [b["inputs"] for rank in range(3) for b in Scenes(val).test_batches(recipe, rank, 3, 5)]
     assert max(len(b) for b in batches) == 5
     seen = [image.numpy().tobytes() for batch in batches for image in batch]
     assert sorted(seen) == sorted(val[i]["inputs"].numpy().tobytes() for i in range(128))
@@ -190,7 +190,7 @@ def test_a_broken_file_is_one_line_from_any_process(tmp_path, workers: int, monk
     path.write_bytes(b"no image")
     recipe = replace(digits_small(), batch_size=3, loader_workers=workers)
     with pytest.raises(UserError) as error:
-        list(train_batches(data.build_dataset("ade20k", "train"), recipe, 0, 1, 0, 1))
+        list(Scenes(data.build_dataset("ade20k", "train")).train_batches(recipe, 0, 1, 0, 1))
     assert str(error.value).startswith(f"{path}: not a readable image") and "\n" not in str(error.value)
 
 

@@ -117,8 +117,6 @@ ARRAYS: list[tuple[str, str, str, Callable[[np.ndarray], Any]]] = [
     ("modelnet10", "x_train", "whole numbers", lambda a: a.astype(np.int64)),
     ("modelnet10", "x_train", "objects", lambda a: np.array([None, {}], dtype=object)),
     ("modelnet10", "x_test", "a point", lambda a: np.zeros_like(a)),
-    ("modelnet10", "y_train", "float", lambda a: a.astype(np.float32)),
-    ("modelnet10", "y_train", "below the classes", lambda a: a - 1),
     ("camvid", "x_train", "float", lambda a: a.astype(np.float32)),
     ("camvid", "x_train", "of no images", lambda a: a[:0]),
     ("camvid", "y_train", "out of range", lambda a: a + 100),
@@ -142,16 +140,13 @@ def scenes(split: str) -> list[Any]:
 def test_arrays_of_something_else_are_refused_in_one_line(tmp_path, monkeypatch, name, key, label, change):
     monkeypatch.setenv("CO2_DATA", str(tmp_path))
     rng, splits = np.random.default_rng(0), ("train", "val", "test")
-    arrays = {"cls": np.array(["a", "b"])} if name == "modelnet10" else {}
+    arrays: dict[str, np.ndarray] = {}
     for split in splits:
-        cloud, image = (
-            rng.standard_normal((4, 1024, 3)).astype(np.float16),
-            rng.integers(0, 256, (4, 180, 240, 3), np.uint8),
-        )
-        arrays[f"x_{split}"] = cloud if name == "modelnet10" else image
-        arrays[f"y_{split}"] = (
-            np.arange(4) % 2 if name == "modelnet10" else rng.integers(0, 12, (4, 180, 240), np.uint8)
-        )
+        if name == "modelnet10":
+            arrays[f"x_{split}"] = rng.standard_normal((4, 1024, 3)).astype(np.float16)
+            continue
+        arrays[f"x_{split}"] = rng.integers(0, 256, (4, 180, 240, 3), np.uint8)
+        arrays[f"y_{split}"] = rng.integers(0, 12, (4, 180, 240), np.uint8)
     file, read = ("modelnet10_1024_fp16.npz", clouds) if name == "modelnet10" else ("camvid_240x180.npz", scenes)
     np.savez(tmp_path / file, **arrays)
     assert len(read(key[2:])) == 4

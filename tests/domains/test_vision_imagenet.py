@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from timm.data.distributed_sampler import RepeatAugSampler
+from torchvision.datasets import ImageFolder
 
 from core import UserError
 from tests.damages import forbid, write_tar
@@ -97,7 +98,7 @@ def test_images_cross_as_bytes_and_are_normalised_behind(folders: Path):
     item, label = Augmented(train.samples, train_transform(recipe))[0, 5, 1]
     assert (item.dtype, item.shape, label) == (torch.uint8, (3, 224, 224), 0)
     whole, _ = Augmented(train.samples, at_once)[0, 5, 1]
-    behind, _ = on_device(item[None], torch.tensor([label]), CPU, False, *STATISTICS)
+    behind, _ = on_device(item[None], torch.tensor([label]), CPU, *STATISTICS)
     assert torch.equal(behind[0], whole)
 
 
@@ -189,7 +190,7 @@ def test_an_image_that_cannot_be_read_is_named(folders: Path):
 
 
 def test_files_are_listed_once_and_again_when_they_change(folders: Path, monkeypatch: pytest.MonkeyPatch):
-    plain = [index.ImageFolder(str(folders / split)).samples for split in ("train", "val")]
+    plain = [ImageFolder(str(folders / split)).samples for split in ("train", "val")]
     listed: list[str] = []
     really = index.pictures
     monkeypatch.setattr(index, "pictures", lambda *a: listed.append(a[0]) or really(*a))
@@ -242,7 +243,7 @@ def test_images_are_squashed_if_timms_weights_need_it(folders: Path, monkeypatch
     images, labels = next(val.test_batches(VisionRecipe(dataset="imagenet", timm_data=True, loader_workers=0), 0, 1))
     whole = np.asarray(val.samples.read(0)[0].resize((32, 32), Image.Resampling.BICUBIC))
     pixels = torch.from_numpy(whole.transpose(2, 0, 1).copy())[None]
-    assert torch.equal(images[:1], on_device(pixels, labels[:1], CPU, False, *STATISTICS)[0])
+    assert torch.equal(images[:1], on_device(pixels, labels[:1], CPU, *STATISTICS)[0])
 
 
 def test_imagenet_test_batches_cover_the_set(folders: Path):

@@ -61,13 +61,13 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 def both_step(step: int, zo: ZerothOrder, whole: ZerothOrder, within: Callable = contextlib.nullcontext) -> None:
     """The same losses, in two micro-batches: two sweeps over the blocks."""
-    ids = batch(10 * step + zo.data_rank)
+    ids = batch(10 * step + zo.place.data_rank)
 
     def loss(m: nn.Module) -> Tensor:
         with within():
             return sum(loss_of(m, part) for part in ids.chunk(2)) / 2  # pyright: ignore[reportReturnType]
 
-    assert str(whole.step(loss, 4)) == str(zo.step(loss, 4)), step
+    assert (whole.step(loss, 4), whole.own_loss) == (zo.step(loss, 4), zo.own_loss), step
 
 
 def one_step(step: int, *orders: ZerothOrder) -> None:
@@ -83,7 +83,7 @@ def compared(rank: int, world_size: int, config: ZerothConfig, blocks: int = BLO
         both_step(step, zo, whole)
         assert not same(model, plain), "put off until the blocks come by"
         if step == 3:
-            zo.flush()
+            zo.finish()
             assert same(model, plain), "deferred and flushed is immediate"
     whole.finish()
     zo.finish()
@@ -95,11 +95,11 @@ def compared(rank: int, world_size: int, config: ZerothConfig, blocks: int = BLO
 @pytest.mark.parametrize("shape", [(BLOCKS, 1), (1, 1), (2, 1), (4, 2)])
 def test_streamed_blocks_give_the_same_bits(shape: tuple[int, int]):
     """Any number of blocks, also with a norm between them."""
-    assert compared(0, 1, ZerothConfig(weight_decay=0.1 if shape == (BLOCKS, 1) else 0.0), *shape)
+    assert compared(0, 1, ZerothConfig(), *shape)
 
 
 def test_streamed_blocks_give_the_same_bits_in_a_pair():
-    assert run_distributed(compared, 2, ZerothConfig(weight_decay=0.1)) == [True, True]
+    assert run_distributed(compared, 2, ZerothConfig()) == [True, True]
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -112,7 +112,7 @@ def test_autocast_mixes_up_neither_passes_nor_steps(outside: bool):
         loss_of(plain, batch(0))
         for step in range(3):
             both_step(step, zo, whole, contextlib.nullcontext if outside else half)
-    zo.flush()
+    zo.finish()
     assert same(model, plain)
     exact = ZerothOrder(Model(), config, lr=0.1)
     exact.step(lambda m: loss_of(m, batch(0)), 4)
@@ -139,16 +139,16 @@ def test_between_steps_the_model_computes_with_all_that_was_put_off():
     both_step(0, zo, whole)
     assert not same(model, plain)
     uploaded = stream.window.upload.bytes
-    with zo.inference(), whole.inference():
+    with zo.averaged_model(), whole.averaged_model():
         for _ in range(2):
             assert torch.equal(loss_of(model, batch(7)), loss_of(plain, batch(7)))
     assert stream.window.upload.bytes - uploaded == 2 * sum(b.nbytes for b in stream.blocks)
-    with pytest.raises(ZeroDivisionError), zo.inference():
+    with pytest.raises(ZeroDivisionError), zo.averaged_model():
         hook = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
         model(batch(0))
     hook.remove()
     both_step(1, zo, whole)
-    zo.flush()
+    zo.finish()
     assert same(model, plain)
 
 
@@ -197,7 +197,7 @@ def test_an_update_that_was_put_off_is_there_after_a_loss_that_fails():
     with pytest.raises(IndexError):
         zo.step(lambda m: loss_of(m, batch(0) + 20), 4)  # in the embedding, which is perturbed meanwhile
     for one in (zo, plain):
-        one.flush()
+        one.finish()
     assert same(model, other)
 
 
@@ -208,7 +208,7 @@ def test_frozen_tensors_of_a_block_go_along():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     _, zo, _ = streamed(ZerothConfig(), model)
     one_step(0, zo)
-    zo.flush()
+    zo.finish()
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {f"blocks.{i}.2.weight" for i in range(BLOCKS)}
 

@@ -148,7 +148,7 @@ def test_gpt2_and_roberta_are_transformers(tmp_path: Path):
 
 @pytest.mark.slow
 def test_point_clouds_are_evaluated_again(tmp_path: Path):
-    end = trained("pointcloud", tmp_path / "run", "surfaces_small", "--points", "64", "--emd_points", "16")
+    end = trained("pointcloud", tmp_path / "run", "surfaces_small", "--points", "64")
     again = evaluated("pointcloud", tmp_path / "run")
     assert {key: end[key] for key in again} == again
     weights = exported("pointcloud", tmp_path / "run", "m.safetensors")

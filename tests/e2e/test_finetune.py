@@ -43,7 +43,6 @@ ZO = {"method": "zo", "optim": replace(RECIPES["prompts"].optim, lr=1e-3)}
 JOBS = {"ddp": {"method": "ddp", "ema": 0.5}, "co2": {"method": "co2"}, "zo": ZO}
 MORE = {
     "dealt": {"method": "co2", "balance": "round", "seed": 1},
-    "norms": {"method": "local", "trainable": ("*ln_*",), "epochs": 1},
     "text": {"method": "ddp", "task": "text", "context": 16},
     "zo first half": ZO | {"name": "zo halves", "epochs": 1, "offload": True},
     "zo second half": ZO | {"name": "zo halves", "resume": True, "extend": True, "offload": True},
@@ -103,12 +102,9 @@ def test_the_tuned_folder_is_the_model_that_was_evaluated(folder: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_text_is_learned_and_what_no_pattern_names_stays_as_it_was(more: Path):
-    folder = more
-    found = summary(folder / "text")
-    assert found["val_perplexity"] < 50 and found["val_bits_per_byte"] < logged(folder / "text")[0]
-    before, after = weights(folder / "model"), weights(folder / "norms" / "model")
-    assert {name for name in before if not torch.equal(before[name], after[name])} == {n for n in before if "ln_" in n}
+def test_text_is_learned(more: Path):
+    found = summary(more / "text")
+    assert found["val_perplexity"] < 50 and found["val_bits_per_byte"] < logged(more / "text")[0]
 
 
 # -- without gradients --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from training.loop.run import Run
 
 def tiny(**changes) -> PointCloudRecipe:
     """surfaces_small cut down to a few seconds."""
-    sizes = {"points": 64, "batch_size": 8, "emd_points": 32}
+    sizes = {"points": 64, "batch_size": 8}
     recipe = replace(surfaces_small(), device="cpu", log_every=6, checkpoint_every=4, **sizes)
     recipe = replace(
         recipe,

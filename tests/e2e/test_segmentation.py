@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from core import CO2Config
 from core.testing import run_distributed
 from segmentation import train as script
-from segmentation.data import build_dataset
+from segmentation.data import Scenes, build_dataset
 from segmentation.recipes import digits_small
 from tests.runs import logged, summary
 from training.loop.run import Run
@@ -20,8 +20,8 @@ from training.loop.run import Run
 def train_in_process(rank: int, world_size: int, folder: str, jobs: dict[str, dict]) -> dict[str, list[float]]:
     """Runs the loop for several recipes in one process group on 48 scenes, three steps an epoch; training losses."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    train_set = build_dataset("digits", "train").get_subset(48)
-    eval_sets = {"val": build_dataset("digits", "val").get_subset(10)}
+    train_set = Scenes(build_dataset("digits", "train").get_subset(48))
+    eval_sets = {"val": Scenes(build_dataset("digits", "val").get_subset(10))}
     optim = replace(digits_small().optim, lr=5e-3, warmup_steps=0)
     for name, changes in jobs.items():
         script.PICTURES = int(name == "co2")  # slower than the training

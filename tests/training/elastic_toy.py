@@ -14,7 +14,7 @@ from bench.chaos.crew import wrap
 from core import CO2Config
 from core.checkpoint import runs as checkpoint
 from tests.runs import Loop
-from training.data.samples import generator, worker_batches
+from training.data.samples import generator, train_keys
 from training.elastic import repeated
 from training.folder.run_folder import RunFolder
 from training.loop.run import Run
@@ -63,9 +63,8 @@ def toy(
         wrap(RunFolder, "lead", lambda *_: time.sleep(float(name != "0.0")))
 
     def batches(recipe: Toy, rank: int, world_size: int, start: int, total: int) -> Any:
-        place = {"seed": 0, "rank": rank, "world_size": world_size, "start": start, "total": total}
-        for _, _, index in worker_batches(SAMPLES, recipe.batch_size, **place):
-            yield torch.stack([torch.randn(4, generator=generator(i)) for i in index.tolist()]).to(run.device)
+        for _, keys in train_keys(recipe, SAMPLES, rank, world_size, start, total):
+            yield torch.stack([torch.randn(4, generator=generator(i)) for *_, i in keys]).to(run.device)
 
     @repeated
     def evaluate() -> float:

@@ -36,7 +36,7 @@ from training.data.samples import (
     steps_per_epoch,
     train_keys,
 )
-from training.folder.rounds import Trace
+from training.folder.rounds import trace_rounds
 from training.recipe import parse
 from vision.recipes import RECIPES
 
@@ -313,19 +313,26 @@ def test_the_clock_stands_still_in_a_pause_and_goes_on_where_a_run_ended(monkeyp
 
 
 def test_the_trace_covers_the_rounds_asked_for_and_is_written_where_a_run_ends_early(tmp_path: Path):
-    trace = Trace(tmp_path / "trace.json", first=2, rounds=2)
-    wrote = []
+    wrote, calls = [], []
+
+    def write(finished: Any) -> None:
+        calls.append(finished.export_chrome_trace(str(tmp_path / "trace.json")))
+
+    trace = trace_rounds(write, cuda=False, first=2)
     for i in range(6):
         with record_function(f"local step {i}"):
             torch.ones(3).sum()
-        wrote.append(trace.go_on())
-    assert wrote == [False, False, False, True, False, False] and not trace.go_on(last=True)
+        trace.step()
+        wrote.append(len(calls))
+    trace.stop()
+    assert wrote == [0, 0, 0, 1, 1, 1] and len(calls) == 1
     names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"local step 2", "local step 3"} <= names and not {"local step 1", "local step 4"} & names
-    trace = Trace(tmp_path / "trace.json", first=1, rounds=5)
-    trace.go_on()
-    assert not trace.wrote
-    assert trace.go_on(last=True) and (tmp_path / "trace.json").exists()
+    trace = trace_rounds(write, cuda=False, first=1, rounds=5)
+    trace.step()
+    assert len(calls) == 1
+    trace.stop()
+    assert len(calls) == 2
 
 
 # -- paths with ~, what is not installed, and numbers that JSON does not have -----------------------------------------

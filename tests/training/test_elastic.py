@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from core.tau import AdaptiveTau
 from tests.runs import logged, rows, summary
 from tests.training.elastic_toy import STEPS, toy
 from training import elastic as elastic
-from training.data.samples import worker_batches
+from training.data.samples import train_keys
 from training.elastic import Deal
 from training.folder.rounds import RoundLog
 from training.folder.run_folder import RunFolder
@@ -43,9 +44,9 @@ def deal_out(samples: int, share: int, changes: dict[int, int], steps: int) -> l
         at = deal.at + step - deal.since
         of_step = []
         for rank in range(deal.workers):
-            place = {"seed": 3, "rank": rank, "world_size": deal.workers, "start": at, "total": at + 1}
-            for epoch, _, index in worker_batches(samples, share * deal.workers, **place):
-                of_step += [(epoch, i) for i in index.tolist()]
+            recipe = SimpleNamespace(seed=3, batch_size=share * deal.workers)
+            for _, keys in train_keys(recipe, samples, rank, deal.workers, at, at + 1):
+                of_step += [(epoch, i) for _, epoch, i in keys]
         seen.append(of_step)
     return seen
 

@@ -83,7 +83,7 @@ def train_by(name: str) -> None:
         (cut(8, 2, 64), "tp4", "2 heads of keys"),
         (cut_transnormer, "pp2", "give one of gpt2, llama"),
         (train_by, "pp2.dp2 --method co2", "it is of method ddp, given is 'co2'"),
-        (train_by, "pp2.dp2 --zero 2", "zero=2 does not go with it"),
+        (train_by, "pp2.dp2 --zero 2", "zero=2 does not go with layout=tp1.pp2.dp2: leave it out"),
         (train_by, "pp2.dp2 --batch_size 30", "choose a multiple of 4, such as 32"),
         (train_by, "pp2.dp2 --dry_run", "python -m training.plan"),
         (train_by, "tp2.dp2.zero1", "takes no DTensors"),

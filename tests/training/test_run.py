@@ -1,6 +1,5 @@
 """The run around a loop: its folder, what is due after a step, signals, resuming, evaluations, what the host reads."""
 
-import functools
 import json
 import os
 import signal
@@ -127,21 +126,6 @@ def test_an_evaluation_writes_to_a_new_folder_or_refuses_before_it_begins(tmp_pa
     assert len(opened) == 1 and [*out.parent.iterdir()] == [out]
 
 
-def test_a_compiled_model_trains_alike_and_its_checkpoints_are_any_models(tmp_path, monkeypatch):
-    """The backend runs the operations that were traced, in place of the compiled C++, which takes half a minute."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    plain, compiled = train(tmp_path / "plain", 9), train(tmp_path / "compiled", 9, compile=True)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert all(torch.equal(a, b) for a, b in zip(plain, compiled, strict=True))
-    saved = [torch.load(file, weights_only=True) for file in tmp_path.glob("*/checkpoints/*/rank0.pt")]
-    assert len(saved) == 2 and saved[0].keys() == saved[1].keys()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match="compile needs a C\\+\\+ compiler, and there is no no-such-compiler here"):
-        train(tmp_path / "refused", 1, compile=True)
-
-
 def test_a_run_shorter_than_a_round_warns(tmp_path: Path, capsys: pytest.CaptureFixture):
     train(tmp_path / "a", 2)
     said = "warning: 2 steps are less than a round of tau=3: give a smaller --co2.tau or more --epochs\n"
@@ -257,9 +241,11 @@ def evaluated(rank: int, world_size: int, folder: str, names: list[str]) -> dict
 
     def evaluate(run: Run, model: nn.Module) -> None:
         with run.paused():
+            assert not model.training
             weight = model.weight.detach().clone()
             dist.broadcast(first := weight.clone(), 0)
             alike[name].append(bool(run.sum(float(not torch.equal(weight, first)))[0] == 0))
+        assert model.training
         run.log_evaluation({"score": 1.0})
 
     for name in names:

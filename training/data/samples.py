@@ -25,7 +25,7 @@ Key = tuple[int, int, int]  # (seed, epoch, index) of a sample; its random numbe
 def train_keys(
     recipe: Any, samples: int, rank: int, world_size: int, start: int, total: int, repeats: int = 1
 ) -> Iterator[tuple[tuple[int, ...], list[Key]]]:
-    """Yields this worker's batches from step `start` to `total`, as (the batch's key, its samples' keys).
+    """Yields this worker's batches from step `start` to `total`, across epochs: (the batch's key, its samples' keys).
 
     A batch's key is (seed, epoch, number in the epoch, rank).
 
@@ -38,9 +38,13 @@ def train_keys(
         total: Steps of the run.
         repeats: See epoch_batches. A copy's index is the sample's index plus a multiple of `samples`.
     """
-    of = dict(seed=recipe.seed, rank=rank, world_size=world_size, start=start, total=total, repeats=repeats)
-    for epoch, number, indices in worker_batches(samples, recipe.batch_size, **of):
-        yield (recipe.seed, epoch, number, rank), [(recipe.seed, epoch, i) for i in indices.tolist()]
+    of = dict(seed=recipe.seed, rank=rank, world_size=world_size, repeats=repeats)
+    steps, batches = steps_per_epoch(samples, recipe.batch_size), torch.empty(0)
+    for step in range(start, total):
+        epoch, number = divmod(step, steps)
+        if step == start or number == 0:
+            batches = epoch_batches(samples, recipe.batch_size, epoch=epoch, **of)
+        yield (recipe.seed, epoch, number, rank), [(recipe.seed, epoch, i) for i in batches[number].tolist()]
 
 
 def eval_keys(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[list[Key]]:
@@ -114,20 +118,6 @@ def epoch_batches(
     return batches[:, rank]
 
 
-def worker_batches(
-    n: int, batch_size: int, *, seed: int, rank: int, world_size: int, start: int, total: int, repeats: int = 1
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Yields this worker's batches from step `start` to `total`, across epochs: (epoch, number in it, indices)."""
-    of = dict(seed=seed, rank=rank, world_size=world_size, repeats=repeats)
-    steps = steps_per_epoch(n, batch_size)
-    batches = torch.empty(0)
-    for step in range(start, total):
-        epoch, number = divmod(step, steps)
-        if step == start or number == 0:
-            batches = epoch_batches(n, batch_size, epoch=epoch, **of)
-        yield epoch, number, batches[number]
-
-
 def eval_share(n: int, *, rank: int, world_size: int) -> range:
     """Returns the samples that this worker evaluates. Every sample belongs to exactly one worker."""
     return range(rank, n, world_size)
@@ -175,6 +165,29 @@ def load_batches(
         # The frames refer to the loader in a cycle. The garbage collector would end its processes, and wait 10 s.
         traceback.clear_frames(error.__traceback__)
         raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
+
+
+class Keyed(Dataset[Any]):
+    """A data set whose items follow from their keys, so that loading processes change nothing.
+
+    Attributes:
+        collate: Makes a batch of items. None means torch's default.
+    """
+
+    collate: Callable[[list[Any]], Any] | None = None
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def train_batches(self, recipe: Any, rank: int, world_size: int, start: int, total: int) -> Iterator[Any]:
+        """Yields this worker's batches from step `start` to `total`."""
+        keys = (keys for _, keys in train_keys(recipe, len(self), rank, world_size, start, total))
+        return load_batches(self, keys, recipe.loader_workers, collate=self.collate)
+
+    def test_batches(self, recipe: Any, rank: int, world_size: int, batch_size: int = 32) -> Iterator[Any]:
+        """Yields this worker's share of the set, every item once, in batches of at most batch_size."""
+        keys = eval_keys(len(self), batch_size, rank, world_size)
+        return load_batches(self, keys, recipe.loader_workers, collate=self.collate, keeper=self)
 
 
 def _end_unless_handed_over(_: int) -> None:

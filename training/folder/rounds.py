@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,6 @@ from core.tau import AdaptiveTau
 from training.folder.run_folder import RunFolder
 from training.recipe import Recipe
 from training.start.workers import rank
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -76,10 +72,10 @@ class RoundLog:
         self._synchronous = False
         self._unread: list[tuple[int, RoundStats]] = []  # rounds whose times a GPU may not have measured yet
         self._unlogged: list[tuple[int, dict[str, Any]]] = []  # scalars that are being copied from a GPU
-        self._trace: Trace | None = None
+        self._step, self._trace, self._traced = 0, None, False
         if recipe.trace and rank() == 0:
             first = 6 if recipe.co2.tau == "auto" else 2  # by then tau has been chosen
-            self._trace = Trace(folder.path / "trace.json", cuda=self._on_gpu, first=first)
+            self._trace = trace_rounds(self._write_trace, cuda=self._on_gpu, first=first)
 
     def close_round(self, step: int, method: Method) -> None:
         """Call it when a round has closed. On a GPU it reads the round before, so that the host does not wait."""
@@ -92,8 +88,9 @@ class RoundLog:
             new = f"tau {decision.old} -> {decision.new}, compression {decision.compression}"
             self._folder.note(step, "tau", f"{new}: {decision.reason}; {sent}")
         self._note_allocation(step, method)
-        if self._trace and self._trace.go_on():
-            self._folder.note(step, "trace", f"trace in {self._trace.path}")
+        if self._trace is not None:
+            self._step = step
+            self._trace.step()
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor]) -> dict[str, float] | None:
         """Logs scalars, on a GPU the scalars of the last call. Returns the scalars that it logged last, or None."""
@@ -125,10 +122,17 @@ class RoundLog:
     def finish(self, step: int) -> None:
         """Reads the remaining rounds, and ends the trace."""
         self.read()
-        if self._trace and self._trace.go_on(last=True):
-            self._folder.note(step, "trace", f"trace in {self._trace.path}")
-        elif self._trace and not self._trace.wrote:
-            self._folder.note(step, "trace", f"no trace, which begins when {self._trace.first} rounds have closed")
+        if self._trace is not None:
+            self._step = step
+            self._trace.stop()
+            if not self._traced:
+                self._folder.note(step, "trace", "no trace: the run has closed too few rounds")
+
+    def _write_trace(self, finished: Any) -> None:
+        """Takes the trace from the profiler."""
+        self._traced, path = True, self._folder.path / "trace.json"
+        finished.export_chrome_trace(str(path))
+        self._folder.note(self._step, "trace", f"trace in {path}")
 
     def _note_allocation(self, step: int, method: Method) -> None:
         """Logs L-GreCo's newest decision once."""
@@ -143,34 +147,24 @@ class RoundLog:
         self._folder.log(step, {"lgreco/bytes": found.bytes, "lgreco/uniform_bytes": found.uniform_bytes})
 
 
-class Trace:
-    """A torch.profiler trace of some rounds, for https://ui.perfetto.dev.
+def trace_rounds(write: Callable[[Any], None], *, cuda: bool, first: int, rounds: int = 2) -> Any:
+    """Starts a torch.profiler trace of some rounds, for https://ui.perfetto.dev.
 
     gloo's all-reduce has its own thread (`gloo:all_reduce`), and NCCL's has its own stream.
 
     Args:
-        path: The file to write.
+        write: Called with the profiler when the trace is complete, or the run ends in it.
         cuda: Whether to trace a GPU.
         first: Number of rounds before the trace, 1 or more.
         rounds: Number of rounds in the trace.
+
+    Returns:
+        The profiler. Call its step() when a round has closed, and stop() at the end.
     """
-
-    def __init__(self, path: Path, *, cuda: bool = False, first: int = 2, rounds: int = 2):
-        self.path, self.first = path, first
-        self.wrote = False
-        self._profile: Any = profile(
-            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda,
-            schedule=schedule(wait=first - 1, warmup=1, active=rounds, repeat=1),
-            on_trace_ready=self._write,
-        )
-        self._profile.start()
-
-    def _write(self, finished: Any) -> None:
-        finished.export_chrome_trace(str(self.path))
-        self.wrote = True
-
-    def go_on(self, *, last: bool = False) -> bool:
-        """Call it when a round has closed, and at the end with `last`. Returns True when it has written the trace."""
-        before = self.wrote
-        (self._profile.stop if last else self._profile.step)()
-        return self.wrote and not before
+    profiler = profile(
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda,
+        schedule=schedule(wait=first - 1, warmup=1, active=rounds, repeat=1),
+        on_trace_ready=write,
+    )
+    profiler.start()
+    return profiler

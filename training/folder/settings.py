@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,16 +17,13 @@ from core.baselines.table import REGISTRY
 from core.checkpoint.stored import parse_json
 from training.recipe import Recipe, flat
 
-if TYPE_CHECKING:
-    pass
-
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
 
 # Settings that a resumed run may change, because they do not change its numbers.
 FREE = {
     "out", "resume", "extend", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
     "light_checkpoints", "log_every", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
-    "wikitext2", "eval_samples", "emd_points", "init_from", "tracker",
+    "wikitext2", "eval_samples", "init_from", "tracker",
 }  # fmt: skip
 LENGTH = {"epochs", "epoch_steps"}  # set the run's length and its learning rate; --extend allows a change
 

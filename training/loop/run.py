@@ -30,10 +30,10 @@ from training.folder.rounds import RoundLog
 from training.folder.run_folder import RunFolder
 from training.loop.progress import Actions, Progress, TrainState
 from training.loop.static_run import StaticRun
-from training.optim import clip_gradients
+from training.optim import clip_gradients, evaluating
 from training.recipe import Recipe, momentum_note
 from training.start.script import StopSignal, lost_output
-from training.start.workers import check_compiler, pick_device, tune, world_size
+from training.start.workers import pick_device, tune, world_size
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Run(Progress):
     def __init__(self, recipe: Recipe):
         check_start(recipe, world_size())
         super().__init__(recipe, pick_device(recipe.device))
-        tune(self.device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
+        tune(self.device, tf32=recipe.tf32)
         self.folder = RunFolder(recipe.folder, -1 if recipe.elastic else self.rank, self.clock)
         self.rounds = RoundLog(recipe, self.folder, self.device)
         kind: Any = Elastic if recipe.elastic else StaticRun
@@ -115,9 +115,6 @@ class Run(Progress):
         wrapped, method = self._workers.make_method(model, optimizer)
         if self.recipe.ema is not None:  # its first update copies the model
             self._ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.recipe.ema), use_buffers=True)
-        if self.recipe.compile:  # the inner model keeps its parameters' names, and is evaluated without compilation
-            check_compiler(self.device)
-            return torch.compile(wrapped), method  # pyright: ignore[reportReturnType]
         return wrapped, method
 
     def begin(
@@ -277,10 +274,16 @@ class Run(Progress):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Provides the model to evaluate, averaged over workers if the method allows it, and stops the clock."""
-        method = self._trained.method
+        """Provides the model in eval mode, averaged over workers if the method allows it, and stops the clock."""
+        method, eval_mode = self._trained.method, evaluating(self._trained.model)
         gathering = self._workers.gathered() if self._parted else contextlib.nullcontext()
-        with method.averaged_model() as self._shared, self.clock.paused(), gathering, self.averaged_weights():
+        with (
+            method.averaged_model() as self._shared,
+            self.clock.paused(),
+            gathering,
+            self.averaged_weights(),
+            eval_mode,
+        ):
             yield
 
     @contextlib.contextmanager

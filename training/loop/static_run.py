@@ -91,7 +91,6 @@ class StaticRun:
             model,
             co2=r.co2,
             lr=lambda: optimizer.param_groups[0]["lr"],
-            average_buffers=r.average_buffers,
             mesh=self.mesh,
             shard=r.shard,
             offload=r.offload,

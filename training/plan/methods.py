@@ -28,20 +28,41 @@ MOST_WORKERS = 10**6
 
 @dataclass(frozen=True)
 class Work:
-    """The work and the link of every worker, as in Options. `rate` is bytes per second in each direction."""
+    """Predicts how fast each method trains, from the time of a step. Each worker has its own link."""
 
     parameters: float
+    """Number of the model's parameters."""
     step: float
-    rate: float
+    """Seconds of a local step without communication."""
+    gbit: float
+    """Rate of a worker's link in Gbit/s, in each direction."""
+    workers: tuple[int, ...] = (2, 8, 64, 1024, 10_000)
+    tau: int = 48
+    """Local steps per round of the local methods. The recommended settings choose their own."""
     latency: float = 0.0
+    """Seconds of a hop from one worker to the next."""
     boundary: float = 0.0
-    trees: bool = False
+    """Seconds of work at a boundary, which the doctor measures."""
+
+    def check(self) -> None:
+        """Raises UserError for the first invalid option."""
+        for name in ("parameters", "step", "gbit", "latency", "boundary"):
+            value, zero = getattr(self, name), name in ("latency", "boundary")
+            if not SMALLEST <= value <= GREATEST and not (zero and value == 0):
+                kind = ", 0 or more" if zero else " above 0"
+                raise UserError(f"{name}={value:g}: give a finite number{kind}, {SMALLEST:g} to {GREATEST:g}")
+        if self.tau < 1:
+            raise UserError(f"tau={self.tau}: give 1 or more")
+        for workers in self.workers:
+            if not 2 <= workers <= MOST_WORKERS:
+                raise UserError(f"workers={workers}: give 2 to {MOST_WORKERS}")
 
     def allreduce(self, workers: int, compression: str = "float32", parameters: float | None = None) -> float:
         """Seconds of an all-reduce. With compression it is an all-to-all of one hop and an all-gather of n - 1 hops."""
-        seconds = FORMATS[compression] * (self.parameters if parameters is None else parameters) / self.rate
+        size = FORMATS[compression] * (self.parameters if parameters is None else parameters)
+        seconds = size * BITS / (self.gbit * 1e9)
         if compression == "float32":
-            return float(collective(seconds, workers, self.latency, trees=self.trees))
+            return float(collective(seconds, workers, self.latency, trees=False))
         return 2 * (workers - 1) / workers * seconds + workers * self.latency
 
 
@@ -57,8 +78,6 @@ class Speed:
         bytes_sent: Bytes that a worker sends per step.
     """
 
-    method: str
-    workers: int
     tau: int
     fragments: int
     compression: str
@@ -95,61 +114,25 @@ def predict(method: str, work: Work, workers: int, tau: int = 48) -> Speed:
         exposed = whole if method in BLOCKING else max(0.0, whole - tau * work.step)
     step = work.step + (boundary + exposed) / tau
     sent = 2 * (workers - 1) / workers * FORMATS[compression] * work.parameters / tau
-    return Speed(method, workers, tau, fragments, compression, step, whole, exposed, sent)
+    return Speed(tau, fragments, compression, step, whole, exposed, sent)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Options:
-    """Predicts how fast each method trains, from the time of a step. Each worker has its own link."""
-
-    parameters: float
-    """Number of the model's parameters."""
-    step: float
-    """Seconds of a local step without communication."""
-    gbit: float
-    """Rate of a worker's link in Gbit/s, in each direction."""
-    workers: tuple[int, ...] = (2, 8, 64, 1024, 10_000)
-    tau: int = 48
-    """Local steps per round of the local methods. The recommended settings choose their own."""
-    latency: float = 0.0
-    """Seconds of a hop from one worker to the next."""
-    boundary: float = 0.0
-    """Seconds of work at a boundary, which the doctor measures."""
-    trees: bool = False
-    """Allows tree all-reduces if they are faster, as NCCL does. gloo has only rings."""
-
-    def check(self) -> None:
-        """Raises UserError for the first invalid option."""
-        for name in ("parameters", "step", "gbit", "latency", "boundary"):
-            value, zero = getattr(self, name), name in ("latency", "boundary")
-            if not SMALLEST <= value <= GREATEST and not (zero and value == 0):
-                kind = ", 0 or more" if zero else " above 0"
-                raise UserError(f"{name}={value:g}: give a finite number{kind}, {SMALLEST:g} to {GREATEST:g}")
-        if self.tau < 1:
-            raise UserError(f"tau={self.tau}: give 1 or more")
-        for workers in self.workers:
-            if not 2 <= workers <= MOST_WORKERS:
-                raise UserError(f"workers={workers}: give 2 to {MOST_WORKERS}")
-
-
-def table(options: Options) -> Iterator[str]:
+def table(work: Work) -> Iterator[str]:
     """The lines of the table, with every method at every number of workers."""
-    o = options
-    work = Work(o.parameters, o.step, o.gbit * 1e9 / BITS, o.latency, o.boundary, o.trees)
     titles = "workers", "method", "tau", "fragments", "compression", "steps/s", "exposed", "MB/step", "all-reduce"
     yield "{:>7}  {:<16}{:>4}{:>11}  {:<11}{:>9}{:>9}{:>10}{:>13}".format(*titles)
-    for workers in o.workers:
+    for workers in work.workers:
         for method in METHODS:
-            s = predict(method, work, workers, o.tau)
+            s = predict(method, work, workers, work.tau)
             speed = f"{s.steps_per_second:>9.4g}{s.exposed_share:>9.1%}{s.bytes_sent / 1e6:>10.4g}"
             chosen = f"{s.tau:>4}{s.fragments:>11}  {s.compression:<11}"
             yield f"{workers:>7,}  {method:<16}{chosen}{speed}{s.allreduce_seconds:>11.4g} s"
 
 
 def main(argv: Sequence[str]) -> None:
-    options = tyro.cli(Options, prog="python -m training.plan methods", args=argv, use_underscores=True)
-    options.check()
-    print("\n".join(table(options)))
+    work = tyro.cli(Work, prog="python -m training.plan methods", args=argv, use_underscores=True)
+    work.check()
+    print("\n".join(table(work)))

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -74,26 +73,18 @@ def has_bfloat16(device: torch.device) -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def tune(device: torch.device, *, tf32: bool, cudnn_benchmark: bool) -> None:
+def tune(device: torch.device, *, tf32: bool) -> None:
     """Sets the options that make a GPU faster. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
-        torch.backends.cudnn.benchmark = cudnn_benchmark
+        torch.backends.cudnn.benchmark = True
 
 
-def check_compiler(device: torch.device) -> None:
-    """Refuses torch.compile if it would fail at the first step. On a CPU it compiles C++."""
-    compiler = os.environ.get("CXX", "g++")
-    if device.type == "cpu" and not shutil.which(compiler):
-        raise UserError(f"compile needs a C++ compiler, and there is no {compiler} here: install it, or leave it out")
-
-
-def to_device(images: Tensor, device: torch.device, channels_last: bool) -> Tensor:
-    """Moves images [n, c, h, w] to the device without waiting. On a GPU, `channels_last` puts channels innermost."""
+def to_device(images: Tensor, device: torch.device) -> Tensor:
+    """Moves images [n, c, h, w] to the device without waiting, on a GPU with their channels innermost."""
     images = images.to(device, non_blocking=True)
-    inner = channels_last and device.type == "cuda"
-    return images.contiguous(memory_format=torch.channels_last) if inner else images
+    return images.contiguous(memory_format=torch.channels_last) if device.type == "cuda" else images
 
 
 def upload(t: Tensor, device: torch.device) -> Tensor:

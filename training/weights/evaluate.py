@@ -67,11 +67,11 @@ def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
     share = max(1, recipe.batch_size // workers)
     recipe = dataclasses.replace(recipe, batch_size=share * world_size(), device=given.device, link_mbit=None)
     device = pick_device(recipe.device)
-    tune(device, tf32=recipe.tf32, cudnn_benchmark=recipe.cudnn_benchmark)
+    tune(device, tf32=recipe.tf32)
     made = join(device, recipe.timeout, settings(recipe))
     model, evaluate = open_task(recipe)
     load_weights(model, given.weights or given.run, "weights" if given.weights else "run")
-    model.to(device)
+    model.to(device).eval()
     results = evaluate(Evaluation(recipe, device))
     if rank() == 0:
         of = given.weights or f"{given.run}, {finished(given.run / 'checkpoints')[0]}"
