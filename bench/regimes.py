@@ -176,9 +176,13 @@ def curve(loss: Loss, found: Run, seed: int) -> Curve | None:
 
 
 def at_seconds(loss: Loss, found: Run, link: Link, seed: int) -> float:
-    """The loss of a run that may last as long as STEPS local steps without communication."""
+    """The loss of a run that may last as long as STEPS local steps without communication. A run that waits for nothing
+    makes all of them, and needs no shorter run."""
+    if (seconds := link.step_seconds(found)) == 1:
+        long = loss(found, seed, STEPS)
+        return math.inf if long is None else long
     known = curve(loss, found, seed)
-    return known.loss(STEPS / link.step_seconds(found)) if known else math.inf
+    return known.loss(STEPS / seconds) if known else math.inf
 
 
 def choose(loss: Loss, link: Link, runs: Sequence[Run]) -> Run:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bench.loss.methods import METHODS, Gradient, Method, Settings
+from bench.loss.methods import CUTS, METHODS, Gradient, Method, Settings
 from bench.loss.tasks import TASKS, Batch, Split, Task, cosine, load_task
 from bench.report import (
     FORMAT,
@@ -150,7 +150,8 @@ def train(task: Task, plan: Plan, device: str = "cpu") -> tuple[Stack, Method]:
     x = stack.start(plan.seed).expand(plan.workers, -1).clone()
     clips = {"task": task.inner.clip, "none": None}
     limit = clips[plan.clip] if plan.clip in clips else float(plan.clip)
-    method, inner = plan.settings.make(x, plan.tau), replace(task.inner, clip=limit).start(x)
+    sizes = [tensor.numel() for tensor in stack.template.values()]
+    method, inner = plan.settings.make(x, plan.tau, sizes), replace(task.inner, clip=limit).start(x)
     for step in range(plan.steps):
         batch = stack.upload(task.draw(plan.seed, step, plan.workers, plan.batch))
         method.train_step(stack.gradient, batch, inner, plan.lr * cosine(step, plan.steps))
@@ -182,7 +183,9 @@ def describe(plan: Plan) -> Row:
 def key_of(row: Row, **changes: Any) -> str:
     """Identifies the result of a run. A choice is followed by the runs of its settings."""
     values = {name: row[name] for name in PLAN if name not in changes} | changes
-    if not METHODS.get(row["method"], Method).has_rounds:
+    method = METHODS.get(row["method"], Method)
+    values["options"] = method.options | values["options"]  # an older row lacks a newer option
+    if not method.has_rounds:
         values["tau"] = None
     return json.dumps(values, sort_keys=True)
 
@@ -270,6 +273,7 @@ FACTORS = (1.0, 2.0, 0.5, 1.414, 0.707, 4.0, 0.25, 2.828, 0.354, 8.0, 0.125)
 WORDS = {
     "gap": ("elementwise", "norm", "none"),
     "merge": ("restart", "keep_local"),
+    "cut": CUTS,
     "compression": tuple(NARROW_FORMATS),
 }
 

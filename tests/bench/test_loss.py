@@ -12,6 +12,7 @@ from torch import nn
 from bench.loss import __main__ as command
 from bench.loss import tasks
 from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, train
+from bench.loss.methods import CUTS, Fragments, parts_of
 from bench.loss.tasks import (
     TASKS,
     ByteGPT,
@@ -170,6 +171,31 @@ def test_ddp_sends_gradients_over_the_wire():
     for step in range(2):
         method.train_step(lambda x, _: torch.tensor([[7.0, 0.4], [7.0, 0.4]]), (), inner, 1.0)
         assert x.tolist() == [[-7.0 * (step + 1), -float(step)]] * 2
+
+
+def test_the_cuts_of_fragments(tiny: Task):
+    """Every element is in one part, and the workers end alike."""
+    found = {cut: parts_of([5, 20, 3, 2], 3, cut) for cut in CUTS}
+    thirds = [slice(0, 10), slice(10, 20), slice(20, 30)]
+    assert found["bytes"] == [[part] for part in thirds] == found["reversed"][::-1]
+    assert found["layers"] == [[slice(0, 5)], [slice(5, 25)], [slice(25, 30)]]
+    assert found["interleaved"] == [[slice(0, 5), slice(28, 30)], [slice(5, 25)], [slice(25, 28)]]
+    ends = {}
+    for cut in CUTS:
+        _, method = train(tiny, plan(tiny, f"fragments:fragments=3,cut={cut}"))
+        assert isinstance(method, Fragments) and sum(part.x.shape[1] for part in method.parts) == method.x.shape[1]
+        method.finish()
+        assert (method.x == method.x[0]).all()
+        ends[cut] = method.x[0].clone()
+    assert len({end.sum().item() for end in ends.values()}) == len(CUTS), "the order and the cuts matter"
+
+
+def test_a_row_without_a_newer_option_still_counts(tiny: Task, tmp_path: Path):
+    rows, asked = Rows(tmp_path / "rows.jsonl"), plan(tiny, "fragments:fragments=3")
+    rows.add_run(asked, {"loss": 1.0})
+    rows.path.write_text(rows.path.read_text().replace(', "cut": "bytes"', ""))
+    known = Rows(rows.path)
+    assert known.find(asked) and not known.find(plan(tiny, "fragments:fragments=3,cut=layers"))
 
 
 # -- tasks, their data and models -------------------------------------------------------------------------------------

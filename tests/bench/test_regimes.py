@@ -70,6 +70,18 @@ def test_a_run_s_loss_between_its_two_lengths():
     assert three_times_as_long == pytest.approx(found.loss(2000 / 3))
 
 
+def test_a_run_that_waits_for_nothing_needs_no_shorter_run():
+    asked: list[int] = []
+
+    def noted(found: Run, seed: int, steps: int) -> float | None:
+        asked.append(steps)
+        return loss(found, seed, steps)
+
+    assert at_seconds(noted, hidden(6, 2), Link(2 / INT4), 0) == loss(hidden(6, 2), 0, 2000) and asked == [2000]
+    at_seconds(noted, hidden(6, 1), Link(2 / INT4), 0)
+    assert asked[1:] == [1000, 2000]
+
+
 def test_the_best_of_both_kinds_are_compared_on_other_seeds():
     link = Link(2 / INT4)
     assert (choose(loss, link, BLOCKING), choose(loss, link, HIDDEN)) == (Run(LOCAL, 384), hidden(6, 2))
