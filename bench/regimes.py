@@ -13,6 +13,7 @@ prints a table. No time is measured.
 
 import contextlib
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -247,12 +248,11 @@ def read(path: Path = RESULTS / "regimes.jsonl") -> list[Rows]:
 
 @functools.cache
 def cells(runs: Sequence[Run] = HIDDEN, links: Sequence[Link] = tuple(map(Link, sorted(RATIOS)))) -> list[Cell]:
-    """The cells of the tasks whose runs all have rows, by link."""
+    """The cells whose runs all have rows, by task and link."""
     found, rows = [], read()
-    for task in RATES:
+    for task, link in itertools.product(RATES, links):
         with contextlib.suppress(Missing):
-            loss = of_rows(task, rows)
-            found += [cell(loss, task, link, Options.seeds, runs) for link in links]
+            found.append(cell(of_rows(task, rows), task, link, Options.seeds, runs))
     return found
 
 
