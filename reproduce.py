@@ -10,11 +10,8 @@ A finished run is not repeated, unless you add --again. A cell of the paper that
 row without runs: "not run".
 """
 
-import contextlib
 import importlib
-import io
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -227,22 +224,12 @@ def jobs_of(table: Table, command: Command, extra: Mapping[str, Any]) -> list[Jo
 def check_options(jobs: Iterable[Job]) -> None:
     """Refuses what the jobs' train scripts would refuse, by letting their parser read it."""
     for job in jobs:
-        module, said = f"{job.row.task}.train", io.StringIO()
+        module = f"{job.row.task}.train"
         try:
-            with contextlib.redirect_stderr(said):
-                parse(importlib.import_module(f"{job.row.task}.recipes").RECIPES, train_options(job, module), module)
+            parse(importlib.import_module(f"{job.row.task}.recipes").RECIPES, train_options(job, module), module)
         except UserError as error:
-            reason = str(error)
-        except SystemExit as stop:
-            if not stop.code:  # --help
-                raise
-            # tyro's box, without its colours, frame, title and last line
-            text = re.sub("\x1b\\[[0-9;]*m", "", said.getvalue())
-            text = re.sub("[│╭╮╰╯]|[-─]{5,}", "\n", text).strip().partition("\n")[2]
-            reason = " ".join(text.partition("For full helptext")[0].split())
-        else:
-            continue
-        raise UserError(f"behind --: {module}, for row {job.row.label!r}, method {job.row.method}: {reason}")
+            where = f"{module}, for row {job.row.label!r}, method {job.row.method}"
+            raise UserError(f"behind --: {where}: {error}") from None
 
 
 def train_options(job: Job, module: str) -> list[str]:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import tyro
 
 from core.errors import UserError
 from training.data.files import paths_from_home
 from training.folder.settings import commit, version
+from training.start.script import parse_options
 
 FORMAT = 1  # of the JSON
 TUNING_SEED = 100  # of the runs that choose settings; no figure uses it
@@ -46,7 +46,7 @@ def read_options(kind: type[Options], module: str, **how: Any) -> Options:
     Raises:
         UserError: Names the first option with an invalid value.
     """
-    options = paths_from_home(tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **how))
+    options = paths_from_home(parse_options(kind, prog=f"python -m {module}", use_underscores=True, **how))
     options.check()  # pyright: ignore[reportAttributeAccessIssue]
     return options
 

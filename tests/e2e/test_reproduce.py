@@ -389,7 +389,7 @@ ROW = "for row 'ResNet-50', method ddp"
         (["imagenet", "--", "--seed", "3"], "--seed behind --: reproduce.py chooses it itself, see --seeds"),
         (
             ["imagenet", "--", "--epochss", "3"],
-            f"behind --: vision.train, {ROW}: Unrecognized options: --epochss, 3 Per",
+            f"behind --: vision.train, {ROW}: Unrecognized options: --epochss, 3; did you mean --epochs",
         ),
         (
             ["imagenet", "--methods", "ddp", "--", "--co2.outer_lr", "0.5"],
