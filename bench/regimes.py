@@ -90,9 +90,6 @@ class Link:
         a = INT4 * self.r * (1 + self.codec)
         return 1 + (a - min(run.fragments * run.delay, a / (1 + self.slowdown))) / run.tau
 
-    def exposed_share(self, run: Run) -> float:
-        return 1 - 1 / self.step_seconds(run)
-
 
 def hidden(tau: int, delay: int) -> Run:
     return Run(f"co2:merge=keep_local,gap=none,beta=0,delay={delay},compression=int4", tau, delay)
@@ -103,7 +100,7 @@ def in_turn(tau: int, delay: int, fragments: int) -> Run:
 
 
 LOCAL = "local:compression=int4"
-DDP, PLAIN_DDP = Run("ddp:compression=int4", 1, BACKWARD), Run("ddp:compression=int4", 1)
+DDP = Run("ddp:compression=int4", 1, BACKWARD)
 BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2, 192, 384))
 NEAR = ((2, 1), (2, 2), (6, 1), (6, 2), (12, 2), (12, 4), (24, 1), (24, 4), (24, 12), (48, 12), (96, 12))
 FAR = ((96, 48), (192, 96), (192, 129), (384, 129))
@@ -199,8 +196,6 @@ class Cell:
         faster: Seconds of the best blocking run until it has the best hidden run's loss, over the seconds of STEPS
             local steps, in which the hidden run has it: the geometric mean of the seeds, the lowest and the highest.
         than_ddp: The same with DDP in place of the blocking run. It hides its all-reduce under the backward pass.
-        than_plain_ddp: The same with DDP that hides nothing, as with one bucket.
-        losses: The hidden run's loss over the blocking run's, at equal seconds, by seed.
     """
 
     task: str
@@ -209,8 +204,6 @@ class Cell:
     hidden: Run
     faster: tuple[float, float, float]
     than_ddp: tuple[float, float, float]
-    than_plain_ddp: tuple[float, float, float]
-    losses: tuple[float, ...]
 
 
 def cell(loss: Loss, task: str, link: Link, seeds: Iterable[int], runs: Sequence[Run] = HIDDEN) -> Cell:
@@ -222,10 +215,9 @@ def cell(loss: Loss, task: str, link: Link, seeds: Iterable[int], runs: Sequence
         curves = {seed: known for seed in ended if (known := curve(loss, found, seed))}
         return {seed: known.steps(ended[seed]) * link.step_seconds(found) for seed, known in curves.items()}
 
-    every = ([took / STEPS for took in seconds(other).values()] for other in (blocking, DDP, PLAIN_DDP))
-    faster, ideal, plain = ((statistics.geometric_mean(some), min(some), max(some)) for some in every)
-    losses = tuple(ended[seed] / at_seconds(loss, blocking, link, seed) for seed in ended)
-    return Cell(task, link, blocking, hidden, faster, ideal, plain, losses)
+    every = ([took / STEPS for took in seconds(other).values()] for other in (blocking, DDP))
+    faster, ideal = ((statistics.geometric_mean(some), min(some), max(some)) for some in every)
+    return Cell(task, link, blocking, hidden, faster, ideal)
 
 
 def of_rows(task: str, rows: Sequence[Rows]) -> Loss:
@@ -275,18 +267,13 @@ def search(o: Options, rows: Sequence[Rows]) -> Iterator[Cell]:
         yield from (cell(loss, task, link, o.seeds, FRAGMENTS if o.fragments else HIDDEN) for link in links)
 
 
-TITLES = ("task, r", "best blocking", "exposed", "best hidden", "against blocking")
-TITLES += ("against DDP that overlaps", "against DDP, one bucket", "loss")
+TITLES = ("task, r", "best blocking", "best hidden", "against blocking", "against DDP that overlaps")
 
 
 def line(found: Cell) -> tuple[str, ...]:
     """A line of the table."""
-    change = 100 * (sum(found.losses) / len(found.losses) - 1)
-    exposed = f"{found.link.exposed_share(found.blocking):.0%}"
-    every = found.faster, found.than_ddp, found.than_plain_ddp
-    ratios = (f"{ratio:.2f} ({low:.2f}–{high:.2f})" for ratio, low, high in every)
-    best = str(found.blocking), exposed, str(found.hidden)
-    return f"{found.task}, {found.link.r:g}", *best, *ratios, f"{change:+.1f} %"
+    ratios = (f"{ratio:.2f} ({low:.2f}–{high:.2f})" for ratio, low, high in (found.faster, found.than_ddp))
+    return f"{found.task}, {found.link.r:g}", str(found.blocking), str(found.hidden), *ratios
 
 
 def main() -> None:

@@ -8,18 +8,18 @@ import functools
 import itertools
 import json
 import re
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from bench import regimes
-from bench.report import TUNING_SEED, holm, mean_ratio
+from bench.report import TUNING_SEED, holm, mean_ratio, split_method
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
 from bench.time_to_loss import TimeToLoss, outcome, ratio_of
 from training.plan.methods import Work
+from training.start.script import launch, parse_options
 
 RESULTS = Path(__file__).parent
 DOCS = ("docs/from_ddp.md", "docs/choosing.md")
@@ -45,8 +45,8 @@ def table(titles: str | Callable[[], str], name: str = "") -> Callable[[Callable
     return add
 
 
-def main() -> None:
-    ArgumentParser("python -m results.pages", description=__doc__).parse_args()  # refuses any option
+def fill() -> None:
+    """Makes the tables of the results pages, of README.md and of docs again from the rows in results/."""
     for page in PAGES:
         page.write_text(filled(page.read_text()))
 
@@ -125,7 +125,7 @@ def paired(task: str, rate: float) -> Row:
     name = TASK_NAMES[task].lower().replace("-", "")
     found = load(f"paired/{'time_to_loss' if task == 'vision' and rate in (10, 40) else f'{name}_{rate:g}'}.json")
     o, runs = TimeToLoss(limit_seconds=found["options"]["limit_seconds"]), found["runs"]
-    again = (run | outcome(o, run, runs) | {"late": outcome(o, run, runs, late=True)} for run in runs)
+    again = (run | outcome(o, run) | {"late": outcome(o, run, late=True)} for run in runs)
     return found | {"runs": [*again] if task == "cifar10" else runs}
 
 
@@ -170,9 +170,8 @@ def readme_seconds() -> Cells:
 
 def describe(method: str) -> str:
     """A method of the paired series, in words."""
-    name, _, rest = method.partition(":")
-    given = dict(part.split("=") for part in filter(None, rest.split(",")))
-    name = {"none": "no communication", "co2_recommended": "CO2, recommended", **METHOD_NAMES}[name]
+    name, given = split_method(method)
+    name = {"co2_recommended": "CO2, recommended", **METHOD_NAMES}[name]
     late = {"boundary": "a round late", "auto": "on arrival"}
     tau = "tau tuned" if "share" in given else f"tau {given['tau']}" if "tau" in given else ""
     words = [tau, given.get("compression", "")]
@@ -677,4 +676,4 @@ def refusals() -> Cells:
 
 
 if __name__ == "__main__":
-    main()
+    launch(lambda: parse_options(fill, prog="python -m results.pages"))

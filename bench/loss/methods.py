@@ -72,8 +72,6 @@ class Method:
     options: ClassVar[dict[str, Any]] = {"compression": "float32"}
     fixed: ClassVar[tuple[str, ...]] = ()
     """Options that the command line may not set."""
-    tried: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Values that the tuning tries if the command line gives none."""
     has_rounds: ClassVar[bool] = True
     """Whether tau changes the result."""
 
@@ -130,7 +128,6 @@ class CO2(Method):
         **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "delay": "round"},
         **{"merge": "restart", "nesterov": False, "compression": "float32"},
     }
-    tried = {"beta": (0.5, 0.0)}
 
     def __init__(self, x: Tensor, tau: int, sizes: Sequence[int] = (), **options: Any):
         super().__init__(x, tau, sizes, **options)
@@ -215,14 +212,12 @@ class Local(CO2):
 
     options = BLOCKING | {"beta": 0.0}
     fixed = tuple(name for name in options if name != "compression")
-    tried = {}
 
 
 class DiLoCo(CO2):
     """A blocking average every tau steps, and an outer step with Nesterov momentum."""
 
     options = BLOCKING | {"alpha": 0.7, "beta": 0.9, "nesterov": True}
-    tried = {"beta": (0.9, 0.5)}
 
 
 CUTS = ("bytes", "layers", "interleaved", "reversed")
@@ -250,7 +245,6 @@ class Fragments(Method):
     options = CO2.options | {"beta": 0.0, "gap": "none", "delay": 1, "merge": "keep_local"}
     options |= {"fragments": 8, "cut": "bytes"}
     fixed = ("merge",)
-    tried = {}
 
     def __init__(self, x: Tensor, tau: int, sizes: Sequence[int] = (), **options: Any):
         super().__init__(x, tau, sizes, **options)
