@@ -43,7 +43,7 @@ from results.collect import (
 from results.paper import GPUS, TABLES, Row, Table
 from training.data.files import paths_from_home
 from training.recipe import LARGEST, find, parse
-from training.start.script import launch
+from training.start.script import launch, parse_options
 
 ROOT = Path(__file__).resolve().parent
 KEPT = ROOT / "runs/tables"  # rows of the stand-ins that ran in this checkout
@@ -97,7 +97,7 @@ class Job:
 
 def main() -> None:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    command, extra = paths_from_home(tyro.cli(Command, args=sys.argv[1:at])), passed_on(sys.argv[at + 1 :])
+    command, extra = paths_from_home(parse_options(Command, args=sys.argv[1:at])), passed_on(sys.argv[at + 1 :])
     if command.workers < 1 or command.array < 0:
         remedy = "give 1 or more workers, an array of 0 or more"
         raise UserError(f"workers={command.workers}, array={command.array}: {remedy}")
