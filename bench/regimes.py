@@ -4,8 +4,9 @@
 
 r is the seconds of a float32 all-reduce over the seconds of a local step. A run is a method with its tau, its delay and
 its fragments, over int4. Its loss does not depend on the link, so it counts at every r. The seconds of a step follow
-from r: see `Link.step_seconds`. Every run has two lengths, each with its own schedule, and between and near them the
-loss follows a power law of the steps. So its loss at any number of seconds is known.
+from r: see `Link.step_seconds`. A run has two lengths, each with its own schedule, and between and near them the loss
+follows a power law of the steps. So its loss at any number of seconds is known. A run that waits for nothing needs only
+the longer one.
 
 The command trains what has no row yet: all runs on the tuning seed, then the best for each r on the reported seeds. It
 prints a table. No time is measured.
@@ -130,15 +131,12 @@ class Options:
     """Holds all workers of a run. Rows count whatever their device."""
 
     def check(self) -> None:
-        require(self, once="tasks seeds ratios", positive="ratios", tasks=RATES)
+        require(self, once="tasks seeds ratios", positive="ratios", zeros="codec slowdown", tasks=RATES)
         require_device(self)
         if TUNING_SEED in self.seeds:
             raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
         if len(self.seeds) < 3:
             raise UserError(f"seeds={' '.join(map(str, self.seeds))}: an interval needs 3 or more")
-        for name in ("codec", "slowdown"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"{name}={getattr(self, name)}: give a number, 0 or more")
 
 
 Loss = Callable[[Run, int, int], float | None]

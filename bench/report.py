@@ -63,13 +63,16 @@ def split_method(text: str) -> tuple[str, dict[str, str]]:
     return name, given
 
 
-def require(options: Any, *, once: str = "", positive: str = "", ones: str = "", **known: Collection[str]) -> None:
+def require(
+    options: Any, *, once: str = "", positive: str = "", zeros: str = "", ones: str = "", **known: Collection[str]
+) -> None:
     """Checks options. Each argument has names of options, separated by spaces.
 
     Args:
         options: The dataclass with the options.
         once: Tuples of one or more values, each once. Whole numbers are not negative.
         positive: Finite numbers above 0, or tuples of them.
+        zeros: Finite numbers of 0 or more.
         ones: Numbers of 1 or more.
         known: Name of a tuple -> the values that it may have.
 
@@ -87,6 +90,9 @@ def require(options: Any, *, once: str = "", positive: str = "", ones: str = "",
         for value in values if isinstance(values, tuple) else (values,):
             if not 0 < value < math.inf:
                 raise UserError(f"{name}={value}: give a number above 0")
+    for name in zeros.split():
+        if not 0 <= getattr(options, name) < math.inf:
+            raise UserError(f"{name}={getattr(options, name)}: give a number, 0 or more")
     for name in ones.split():
         if getattr(options, name) < 1:
             raise UserError(f"{name}={getattr(options, name)}: give 1 or more")

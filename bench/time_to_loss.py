@@ -265,7 +265,7 @@ class TimeToLoss:
     """The folder to write into; runs/time_to_loss-DATE by default."""
 
     def check(self) -> None:
-        require(self, once="tasks rates seeds methods", tasks=TASKS, ones="eval_every per_node")
+        require(self, once="tasks rates seeds methods", tasks=TASKS, ones="eval_every per_node", zeros="step_ms")
         require(self, positive="rates workers limit_seconds" + (" target" if self.target is not None else ""))
         require_no_crowd(self)
         if self.workers % self.per_node or self.workers == self.per_node:  # one node has no link
@@ -276,8 +276,6 @@ class TimeToLoss:
                 raise UserError(f"methods: {method!r} has nodes that do not divide {self.workers} workers: give others")
             if ":" in method:  # what it changes, the recipe checks
                 TASKS[self.tasks[0]].parse(*options)
-        if not 0 <= self.step_ms < 1e6:
-            raise UserError(f"step_ms={self.step_ms}: give 0 or more")
 
     def plan(self) -> list[Planned]:
         """All runs in a reproducible order, shuffled within seed and rate.

@@ -99,10 +99,7 @@ class Campaign:
     """One object per run."""
 
     def check(self) -> None:
-        require(self, positive="minutes")
-        for name in COUNTS.values():
-            if getattr(self, name) < 0:
-                raise UserError(f"{name}={getattr(self, name)}: give 0 or more")
+        require(self, positive="minutes", zeros=" ".join(COUNTS.values()))
         if self.outages:
             require_namespaces()
         if program() is None:

@@ -55,7 +55,7 @@ bench.cluster --rate 0mbit -- x => more than 0
 bench.cluster --rate 1mbit --nodes 0 -- x => nodes=0
 bench.cluster --rate 1mbit --nodes 1 --verify -- x => 2 or more
 bench.cluster --rate 1mbit -- => no command
-bench.chaos --kills -1 => kills=-1: give 0 or more
+bench.chaos --kills -1 => kills=-1: give a number, 0 or more
 bench.gpu --device cpu --out FOLDER => gpu.json holds no rows of this command: move it away, or give another --out
 bench.gpu --device cpu --checks birds => checks=birds: choose among a boundarys bytes
 bench.loss --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, bytes
@@ -88,7 +88,7 @@ bench.time_to_loss --rates 10 0 => rates=0.0: give a number above 0
 bench.time_to_loss --limit_seconds nan => limit_seconds=nan: give a number above 0
 bench.time_to_loss --seeds 1 1 => seeds=1 1: give one or more, each once
 bench.time_to_loss --workers 1 => workers=1, per_node=1: give two or more whole nodes
-bench.time_to_loss --step_ms -1 => step_ms=-1.0: give 0 or more
+bench.time_to_loss --step_ms -1 => step_ms=-1.0: give a number, 0 or more
 bench.time_to_loss --methods local:share=2 => 'local:share=2' has 'share=2'; give a number between 0 and 1
 bench.time_to_loss --methods ddp:cap=0 => 'ddp:cap=0' has 'cap=0'; give MiB, above 0
 bench.time_to_loss --methods ddp:accumulate=1.5 => give a whole number of micro-batches
