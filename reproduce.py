@@ -10,11 +10,8 @@ A finished run is not repeated, unless you add --again. A cell of the paper that
 row without runs: "not run".
 """
 
-import contextlib
 import importlib
-import io
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -46,7 +43,7 @@ from results.collect import (
 from results.paper import GPUS, TABLES, Row, Table
 from training.data.files import paths_from_home
 from training.recipe import LARGEST, find, parse
-from training.start.script import launch
+from training.start.script import launch, parse_options
 
 ROOT = Path(__file__).resolve().parent
 KEPT = ROOT / "runs/tables"  # rows of the stand-ins that ran in this checkout
@@ -100,7 +97,7 @@ class Job:
 
 def main() -> None:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    command, extra = paths_from_home(tyro.cli(Command, args=sys.argv[1:at])), passed_on(sys.argv[at + 1 :])
+    command, extra = paths_from_home(parse_options(Command, args=sys.argv[1:at])), passed_on(sys.argv[at + 1 :])
     if command.workers < 1 or command.array < 0:
         remedy = "give 1 or more workers, an array of 0 or more"
         raise UserError(f"workers={command.workers}, array={command.array}: {remedy}")
@@ -227,22 +224,12 @@ def jobs_of(table: Table, command: Command, extra: Mapping[str, Any]) -> list[Jo
 def check_options(jobs: Iterable[Job]) -> None:
     """Refuses what the jobs' train scripts would refuse, by letting their parser read it."""
     for job in jobs:
-        module, said = f"{job.row.task}.train", io.StringIO()
+        module = f"{job.row.task}.train"
         try:
-            with contextlib.redirect_stderr(said):
-                parse(importlib.import_module(f"{job.row.task}.recipes").RECIPES, train_options(job, module), module)
+            parse(importlib.import_module(f"{job.row.task}.recipes").RECIPES, train_options(job, module), module)
         except UserError as error:
-            reason = str(error)
-        except SystemExit as stop:
-            if not stop.code:  # --help
-                raise
-            # tyro's box, without its colours, frame, title and last line
-            text = re.sub("\x1b\\[[0-9;]*m", "", said.getvalue())
-            text = re.sub("[│╭╮╰╯]|[-─]{5,}", "\n", text).strip().partition("\n")[2]
-            reason = " ".join(text.partition("For full helptext")[0].split())
-        else:
-            continue
-        raise UserError(f"behind --: {module}, for row {job.row.label!r}, method {job.row.method}: {reason}")
+            where = f"{module}, for row {job.row.label!r}, method {job.row.method}"
+            raise UserError(f"behind --: {where}: {error}") from None
 
 
 def train_options(job: Job, module: str) -> list[str]:

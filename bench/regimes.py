@@ -4,8 +4,9 @@
 
 r is the seconds of a float32 all-reduce over the seconds of a local step. A run is a method with its tau, its delay and
 its fragments, over int4. Its loss does not depend on the link, so it counts at every r. The seconds of a step follow
-from r: see `Link.step_seconds`. Every run has two lengths, each with its own schedule, and between and near them the
-loss follows a power law of the steps. So its loss at any number of seconds is known.
+from r: see `Link.step_seconds`. A run has two lengths, each with its own schedule, and between and near them the loss
+follows a power law of the steps. So its loss at any number of seconds is known. A run that waits for nothing needs only
+the longer one.
 
 The command trains what has no row yet: all runs on the tuning seed, then the best for each r on the reported seeds. It
 prints a table. No time is measured.
@@ -13,6 +14,7 @@ prints a table. No time is measured.
 
 import contextlib
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,9 +91,6 @@ class Link:
         a = INT4 * self.r * (1 + self.codec)
         return 1 + (a - min(run.fragments * run.delay, a / (1 + self.slowdown))) / run.tau
 
-    def exposed_share(self, run: Run) -> float:
-        return 1 - 1 / self.step_seconds(run)
-
 
 def hidden(tau: int, delay: int) -> Run:
     return Run(f"co2:merge=keep_local,gap=none,beta=0,delay={delay},compression=int4", tau, delay)
@@ -102,7 +101,7 @@ def in_turn(tau: int, delay: int, fragments: int) -> Run:
 
 
 LOCAL = "local:compression=int4"
-DDP, PLAIN_DDP = Run("ddp:compression=int4", 1, BACKWARD), Run("ddp:compression=int4", 1)
+DDP = Run("ddp:compression=int4", 1, BACKWARD)
 BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2, 192, 384))
 NEAR = ((2, 1), (2, 2), (6, 1), (6, 2), (12, 2), (12, 4), (24, 1), (24, 4), (24, 12), (48, 12), (96, 12))
 FAR = ((96, 48), (192, 96), (192, 129), (384, 129))
@@ -132,15 +131,12 @@ class Options:
     """Holds all workers of a run. Rows count whatever their device."""
 
     def check(self) -> None:
-        require(self, once="tasks seeds ratios", positive="ratios", tasks=RATES)
+        require(self, once="tasks seeds ratios", positive="ratios", zeros="codec slowdown", tasks=RATES)
         require_device(self)
         if TUNING_SEED in self.seeds:
             raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
         if len(self.seeds) < 3:
             raise UserError(f"seeds={' '.join(map(str, self.seeds))}: an interval needs 3 or more")
-        for name in ("codec", "slowdown"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"{name}={getattr(self, name)}: give a number, 0 or more")
 
 
 Loss = Callable[[Run, int, int], float | None]
@@ -176,9 +172,13 @@ def curve(loss: Loss, found: Run, seed: int) -> Curve | None:
 
 
 def at_seconds(loss: Loss, found: Run, link: Link, seed: int) -> float:
-    """The loss of a run that may last as long as STEPS local steps without communication."""
+    """The loss of a run that may last as long as STEPS local steps without communication. A run that waits for nothing
+    makes all of them, and needs no shorter run."""
+    if (seconds := link.step_seconds(found)) == 1:
+        long = loss(found, seed, STEPS)
+        return math.inf if long is None else long
     known = curve(loss, found, seed)
-    return known.loss(STEPS / link.step_seconds(found)) if known else math.inf
+    return known.loss(STEPS / seconds) if known else math.inf
 
 
 def choose(loss: Loss, link: Link, runs: Sequence[Run]) -> Run:
@@ -194,8 +194,6 @@ class Cell:
         faster: Seconds of the best blocking run until it has the best hidden run's loss, over the seconds of STEPS
             local steps, in which the hidden run has it: the geometric mean of the seeds, the lowest and the highest.
         than_ddp: The same with DDP in place of the blocking run. It hides its all-reduce under the backward pass.
-        than_plain_ddp: The same with DDP that hides nothing, as with one bucket.
-        losses: The hidden run's loss over the blocking run's, at equal seconds, by seed.
     """
 
     task: str
@@ -204,8 +202,6 @@ class Cell:
     hidden: Run
     faster: tuple[float, float, float]
     than_ddp: tuple[float, float, float]
-    than_plain_ddp: tuple[float, float, float]
-    losses: tuple[float, ...]
 
 
 def cell(loss: Loss, task: str, link: Link, seeds: Iterable[int], runs: Sequence[Run] = HIDDEN) -> Cell:
@@ -217,10 +213,9 @@ def cell(loss: Loss, task: str, link: Link, seeds: Iterable[int], runs: Sequence
         curves = {seed: known for seed in ended if (known := curve(loss, found, seed))}
         return {seed: known.steps(ended[seed]) * link.step_seconds(found) for seed, known in curves.items()}
 
-    every = ([took / STEPS for took in seconds(other).values()] for other in (blocking, DDP, PLAIN_DDP))
-    faster, ideal, plain = ((statistics.geometric_mean(some), min(some), max(some)) for some in every)
-    losses = tuple(ended[seed] / at_seconds(loss, blocking, link, seed) for seed in ended)
-    return Cell(task, link, blocking, hidden, faster, ideal, plain, losses)
+    every = ([took / STEPS for took in seconds(other).values()] for other in (blocking, DDP))
+    faster, ideal = ((statistics.geometric_mean(some), min(some), max(some)) for some in every)
+    return Cell(task, link, blocking, hidden, faster, ideal)
 
 
 def of_rows(task: str, rows: Sequence[Rows]) -> Loss:
@@ -243,12 +238,11 @@ def read(path: Path = RESULTS / "regimes.jsonl") -> list[Rows]:
 
 @functools.cache
 def cells(runs: Sequence[Run] = HIDDEN, links: Sequence[Link] = tuple(map(Link, sorted(RATIOS)))) -> list[Cell]:
-    """The cells of the tasks whose runs all have rows, by link."""
+    """The cells whose runs all have rows, by task and link."""
     found, rows = [], read()
-    for task in RATES:
+    for task, link in itertools.product(RATES, links):
         with contextlib.suppress(Missing):
-            loss = of_rows(task, rows)
-            found += [cell(loss, task, link, Options.seeds, runs) for link in links]
+            found.append(cell(of_rows(task, rows), task, link, Options.seeds, runs))
     return found
 
 
@@ -271,18 +265,13 @@ def search(o: Options, rows: Sequence[Rows]) -> Iterator[Cell]:
         yield from (cell(loss, task, link, o.seeds, FRAGMENTS if o.fragments else HIDDEN) for link in links)
 
 
-TITLES = ("task, r", "best blocking", "exposed", "best hidden", "against blocking")
-TITLES += ("against DDP that overlaps", "against DDP, one bucket", "loss")
+TITLES = ("task, r", "best blocking", "best hidden", "against blocking", "against DDP that overlaps")
 
 
 def line(found: Cell) -> tuple[str, ...]:
     """A line of the table."""
-    change = 100 * (sum(found.losses) / len(found.losses) - 1)
-    exposed = f"{found.link.exposed_share(found.blocking):.0%}"
-    every = found.faster, found.than_ddp, found.than_plain_ddp
-    ratios = (f"{ratio:.2f} ({low:.2f}–{high:.2f})" for ratio, low, high in every)
-    best = str(found.blocking), exposed, str(found.hidden)
-    return f"{found.task}, {found.link.r:g}", *best, *ratios, f"{change:+.1f} %"
+    ratios = (f"{ratio:.2f} ({low:.2f}–{high:.2f})" for ratio, low, high in (found.faster, found.than_ddp))
+    return f"{found.task}, {found.link.r:g}", str(found.blocking), str(found.hidden), *ratios
 
 
 def main() -> None:

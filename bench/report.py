@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import tyro
 
 from core.errors import UserError
 from training.data.files import paths_from_home
 from training.folder.settings import commit, version
+from training.start.script import parse_options
 
 FORMAT = 1  # of the JSON
 TUNING_SEED = 100  # of the runs that choose settings; no figure uses it
-MOST_WORKERS = 1024
+MOST_WORKERS, LARGEST = 1024, 10**9
 Options = TypeVar("Options")
 
 
@@ -46,18 +46,33 @@ def read_options(kind: type[Options], module: str, **how: Any) -> Options:
     Raises:
         UserError: Names the first option with an invalid value.
     """
-    options = paths_from_home(tyro.cli(kind, prog=f"python -m {module}", use_underscores=True, **how))
+    options = paths_from_home(parse_options(kind, prog=f"python -m {module}", use_underscores=True, **how))
     options.check()  # pyright: ignore[reportAttributeAccessIssue]
     return options
 
 
-def require(options: Any, *, once: str = "", positive: str = "", ones: str = "", **known: Collection[str]) -> None:
+def split_method(text: str) -> tuple[str, dict[str, str]]:
+    """Splits NAME or NAME:KEY=VALUE,... into the name and the values. Refuses an option without a value, or twice."""
+    name, _, rest = text.partition(":")
+    given: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        if not key or not value or key in given:
+            raise UserError(f"method {text!r} has {part!r}: give each option once, with a value, as in {name}:tau=12")
+        given[key] = value
+    return name, given
+
+
+def require(
+    options: Any, *, once: str = "", positive: str = "", zeros: str = "", ones: str = "", **known: Collection[str]
+) -> None:
     """Checks options. Each argument has names of options, separated by spaces.
 
     Args:
         options: The dataclass with the options.
-        once: Tuples of one or more values, each once.
+        once: Tuples of one or more values, each once. Whole numbers are not negative.
         positive: Finite numbers above 0, or tuples of them.
+        zeros: Finite numbers of 0 or more.
         ones: Numbers of 1 or more.
         known: Name of a tuple -> the values that it may have.
 
@@ -68,11 +83,16 @@ def require(options: Any, *, once: str = "", positive: str = "", ones: str = "",
         values = getattr(options, name)
         if not values or len(set(values)) < len(values):
             raise UserError(f"{name}={' '.join(map(str, values))}: give one or more, each once")
+        if wrong := [value for value in values if isinstance(value, int) and not 0 <= value <= LARGEST]:
+            raise UserError(f"{name}={wrong[0]}: give whole numbers from 0 to {LARGEST}")
     for name in positive.split():
         values = getattr(options, name)
         for value in values if isinstance(values, tuple) else (values,):
             if not 0 < value < math.inf:
                 raise UserError(f"{name}={value}: give a number above 0")
+    for name in zeros.split():
+        if not 0 <= getattr(options, name) < math.inf:
+            raise UserError(f"{name}={getattr(options, name)}: give a number, 0 or more")
     for name in ones.split():
         if getattr(options, name) < 1:
             raise UserError(f"{name}={getattr(options, name)}: give 1 or more")
@@ -233,6 +253,16 @@ def save(folder: Path, name: str, result: dict[str, Any]) -> None:
     partial = folder / f".{name}.json"
     partial.write_text(json.dumps(result, indent=1, default=str) + "\n")
     partial.rename(folder / f"{name}.json")
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON file that an earlier call of the command has written; [] without the file."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        found = json.loads(file.read_text()) if file.exists() else []
+        rows = found["rows"] if isinstance(found, dict) else found
+        if all(isinstance(row, dict) for row in rows):
+            return rows
+    raise UserError(f"{file} holds no rows of this command: move it away, or give another --out")
 
 
 class Metrics:

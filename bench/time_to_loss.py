@@ -17,11 +17,10 @@ import json
 import math
 import os
 import random
-import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -51,7 +50,6 @@ from training.start.script import launch
 
 NAME = "time_to_loss"
 TIMEOUT = 300.0  # seconds until a missing worker is an error
-NONE = "none"  # the same steps without communication
 CPU = torch.device("cpu")
 
 # -- methods ----------------------------------------------------------------------------------------------------
@@ -63,70 +61,55 @@ OURS = {  # name -> options of a train script; the period is the recipe's tau wh
     "co2_auto": ("--method", "co2", "--recommended", "--co2.tau", "auto", "--co2.tau_max", "24"),
 }
 BLOCKING = ("local", "slowmo", "diloco")
-METHODS = (NONE, *OURS, *PEERS)
+METHODS = (*OURS, *PEERS)
+
+
+Fits = Callable[[float], bool]
+OWN: dict[str, tuple[tuple[str, ...], Fits, str]] = {  # key -> methods, what fits, what to give
+    "share": (BLOCKING, lambda x: 0 < x < 1, "a number between 0 and 1"),
+    "cap": (("ddp",), lambda x: 0 < x < math.inf, "MiB, above 0"),
+    "accumulate": (("ddp",), lambda x: x >= 1 and x % 1 == 0, "a whole number of micro-batches"),
+    "nodes": ((*OURS,), lambda x: x >= 1 and x % 1 == 0, "a whole number of ranks"),
+}
+"""Options that no train script has: a blocking method's share=0.1 (see `ShareOfWaiting`), the MiB of ddp's buckets, the
+micro-batches of an update of ddp, and the ranks of a node, which is then one worker."""
 
 
 def options_of(method: str) -> list[str]:
-    """NAME or NAME:key=value,..., as options of a train script. like, rule, first and every are L-GreCo's.
-
-    Some are no options of a train script: a blocking method's share=0.1 (see `ShareOfWaiting`), and of ddp the MiB of a
-    bucket, as cap=0.25, and the micro-batches of an update, as accumulate=4.
-    """
-    name, _, rest = method.partition(":")
+    """NAME or NAME:key=value,..., as options of a train script."""
+    name, given = report.split_method(method)
     if name not in METHODS:
         raise UserError(f"methods: {name!r} does not exist; choose among {', '.join(METHODS)}")
     compression = "ddp_compression" if name == "ddp" else "co2.compression"
-    keys = {"compression": f"{compression}.format", "tau": "co2.tau", "lr": "optim.lr", "like": f"{compression}.like"}
+    keys = {"compression": f"{compression}.format", "tau": "co2.tau", "lr": "optim.lr"}
     if name.startswith("co2"):
         keys |= {key: f"co2.{key}" for key in ("delay", "fragments", "outer_momentum", "outer_lr")}
-    keys |= {key: f"{compression}.lgreco.{key}" for key in ("rule", "first", "every")}
+    own = {key for key, (methods, *_) in OWN.items() if name in methods}
     options = list(OURS.get(name, OURS["local"]))
-    for text in filter(None, rest.split(",")):
-        key, _, value = text.partition("=")
-        if key == "share" and name in BLOCKING:
-            share_of(method)
-            continue
-        if key in ("cap", "accumulate") and name == "ddp":
-            of_ddp(method, key)
-            continue
-        if key == "nodes" and name not in PEERS:
-            nodes_of(method)
-            continue
-        if key not in keys or not value:
-            raise UserError(f"methods: {method!r} has {text!r}; give one of {', '.join(keys)}, as in {name}:tau=12")
-        options += [f"--{keys[key]}", value]
+    for key, value in given.items():
+        if key in own:
+            number_of(method, key)
+        elif key in keys:
+            options += [f"--{keys[key]}", value]
+        else:
+            raise UserError(f"methods: {method!r} has '{key}={value}'; give one of {', '.join((*keys, *sorted(own)))}")
     return options
 
 
-def share_of(method: str) -> float | None:
-    """The share in a method's share=..., or None."""
-    text = re.search("[:,]share=([^,]*)", method)
-    if text is None:
+def number_of(method: str, key: str) -> float | None:
+    """The number of one of OWN in a method, or None."""
+    if (value := report.split_method(method)[1].get(key)) is None:
         return None
+    _, fits, remedy = OWN[key]
     with contextlib.suppress(ValueError):
-        if 0 < (share := float(text[1])) < 1:
-            return share
-    raise UserError(f"methods: {method!r} has {text[0][1:]!r}; give a number between 0 and 1")
-
-
-def of_ddp(method: str, key: str) -> float | None:
-    """The number of cap=... or accumulate=... in a method, or None."""
-    text = re.search(f"[:,]{key}=([^,]*)", method)
-    if text is None:
-        return None
-    with contextlib.suppress(ValueError):
-        if 0 < (number := float(text[1])) < math.inf and (key == "cap" or number % 1 == 0):
+        if fits(number := float(value)):
             return number
-    remedy = "MiB, above 0" if key == "cap" else "a whole number of micro-batches"
-    raise UserError(f"methods: {method!r} has {text[0][1:]!r}; give {remedy}")
+    raise UserError(f"methods: {method!r} has '{key}={value}'; give {remedy}")
 
 
-def nodes_of(method: str) -> int:
+def ranks_of(method: str) -> int:
     """The ranks of a node, which are one worker, as in co2:nodes=2; 1 without it."""
-    text = re.search("[:,]nodes=([^,]*)", method)
-    if text and not (text[1].isdigit() and int(text[1])):
-        raise UserError(f"methods: {method!r} has {text[0][1:]!r}; give a whole number of ranks")
-    return int(text[1]) if text else 1
+    return int(number_of(method, "nodes") or 1)
 
 
 class ShareOfWaiting(SyncSchedule):
@@ -259,7 +242,7 @@ class TimeToLoss:
     """Link rates, Mbit/s."""
     seeds: tuple[int, ...] = (0, 1, 2)
     methods: tuple[str, ...] = tuple(OURS)
-    """none (no communication), or a method of this project or of another package.
+    """Methods of this project or of other packages.
     `local:tau=12,compression=int4` changes settings."""
     workers: int = 4
     """Ranks. Without nodes=..., each is a worker."""
@@ -281,19 +264,17 @@ class TimeToLoss:
     """The folder to write into; runs/time_to_loss-DATE by default."""
 
     def check(self) -> None:
-        require(self, once="tasks rates seeds methods", tasks=TASKS, ones="eval_every per_node")
-        if self.workers % self.per_node:
-            raise UserError(f"per_node={self.per_node} does not divide {self.workers} workers: give a divisor")
+        require(self, once="tasks rates seeds methods", tasks=TASKS, ones="eval_every per_node", zeros="step_ms")
         require(self, positive="rates workers limit_seconds" + (" target" if self.target is not None else ""))
         require_no_crowd(self)
-        if self.workers < 2:
-            raise UserError(f"workers={self.workers}: a single worker has no link; give 2 or more")
+        if self.workers % self.per_node or self.workers == self.per_node:  # one node has no link
+            raise UserError(f"workers={self.workers}, per_node={self.per_node}: give two or more whole nodes")
         for method in self.methods:
             options = options_of(method)
+            if self.workers % ranks_of(method):
+                raise UserError(f"methods: {method!r} has nodes that do not divide {self.workers} workers: give others")
             if ":" in method:  # what it changes, the recipe checks
                 TASKS[self.tasks[0]].parse(*options)
-        if not 0 <= self.step_ms < 1e6:
-            raise UserError(f"step_ms={self.step_ms}: give 0 or more")
 
     def plan(self) -> list[Planned]:
         """All runs in a reproducible order, shuffled within seed and rate.
@@ -325,7 +306,7 @@ def work(o: TimeToLoss, run: Planned, task: Learned, interface: str | None, fold
     model = task.model(recipe).train()
     torch.manual_seed(seed * 1_000_003 + rank)
     optimizer = task.script.make_optimizer(model, recipe.optim)
-    every = int(of_ddp(method, "accumulate") or 1)  # micro-batches of an update, at equal samples
+    every = int(number_of(method, "accumulate") or 1)  # micro-batches of an update, at equal samples
     of_run = SimpleNamespace(device=CPU, autocast=contextlib.nullcontext, scaled=lambda loss: loss / every)
     pacer = standin.Pacer(o.step_ms / 1e3)
     if o.step_ms:
@@ -380,8 +361,6 @@ def start(
 ) -> Trainer:
     """Wraps the model in the method."""
     name = method.partition(":")[0]
-    if name == NONE:
-        return Trainer(model, optimizer)
     if name in PEERS:
         return PEERS[name].start(Task(model, optimizer, recipe.co2.tau, TIMEOUT))
     wrapped, made = make_method(
@@ -391,11 +370,11 @@ def start(
         lr=lambda: optimizer.param_groups[0]["lr"],
         timeout=TIMEOUT,
         link=ThrottledLink(link_mbit) if link_mbit else None,
-        mesh=node_mesh("cpu", nodes_of(method)) if nodes_of(method) > 1 else None,
-        **({"bucket_cap_mb": cap} if (cap := of_ddp(method, "cap")) else {}),
+        mesh=node_mesh("cpu", ranks_of(method)) if ranks_of(method) > 1 else None,
+        **({"bucket_cap_mb": cap} if (cap := number_of(method, "cap")) else {}),
         **recipe.own_settings,
     )
-    if (share := share_of(method)) is not None:
+    if (share := number_of(method, "share")) is not None:
         made.sync_schedule = ShareOfWaiting(share, made)  # pyright: ignore
     sums = {"exposed_seconds": 0.0, "allreduce_seconds": 0.0, "bytes_sent": 0.0}
     stats = lambda: {"rounds": made.rounds, "tau": made.tau, **sums}  # noqa: E731
@@ -474,13 +453,12 @@ def train(o: TimeToLoss, cluster: Cluster | None, task: Learned, run: Planned, l
         return {"ended": ended, "reason": reason, "trajectory": trajectory(o, task, folder) if read else []}
 
 
-def outcome(o: TimeToLoss, run: dict[str, Any], runs: list[dict[str, Any]], late: bool = False) -> dict[str, Any]:
+def outcome(o: TimeToLoss, run: dict[str, Any], late: bool = False) -> dict[str, Any]:
     """When a run reached the target, or the task's late target: status, seconds, steps, loss, exposed_share, tau, and
     `limits`.
 
     The status is "reached", or how the run ended. All other entries describe the first evaluation at or below the
     target, or the last evaluation if there is none. The loss is averaged over the task's last `mean_of` evaluations.
-    runs: all so far.
     """
     lines, task = run["trajectory"], TASKS[run["task"]]
     last = zip(*(lines[first:] for first in range(task.mean_of)), strict=False)
@@ -495,7 +473,7 @@ def outcome(o: TimeToLoss, run: dict[str, Any], runs: list[dict[str, Any]], late
         "seconds": o.limit_seconds if over else at["seconds"],
         "steps": at["step"],
         "loss": at["loss"],
-        "exposed_share": exposed_share(run, at, runs),
+        "exposed_share": at["exposed_seconds"] / at["seconds"] if at["seconds"] and "exposed_seconds" in at else None,
         "tau": at.get("tau"),
     } | limits(at, run.get("rate_mbit"))
 
@@ -530,21 +508,6 @@ def ratio_of(runs: list[dict[str, Any]], method: str, against: str, *, late: boo
     if ratio is None:
         return None
     return ratio._asdict() | {"missed": missed[method], "against_missed": missed[against]}
-
-
-def exposed_share(run: dict[str, Any], at: dict[str, Any], runs: list[dict[str, Any]]) -> float | None:
-    """The share of the time until `at` that a run without communication saves for the same steps.
-
-    Without such a run, the share that the method reports as waiting for communication. None for another package's
-    method.
-    """
-    if not at["seconds"]:
-        return None
-    same = [r for r in runs if (r["method"], r["task"], r["seed"]) == (NONE, run["task"], run["seed"])]
-    free = [line["seconds"] for r in same for line in r["trajectory"] if line["step"] == at["step"]]
-    if free:
-        return max(0.0, 1 - statistics.fmean(free) / at["seconds"])
-    return at["exposed_seconds"] / at["seconds"] if "exposed_seconds" in at else None
 
 
 def limits(at: dict[str, Any], rate_mbit: float | None) -> dict[str, float]:
@@ -584,18 +547,17 @@ def run_all(o: TimeToLoss, folder: Path, result: dict[str, Any]) -> None:
         for planned in o.plan():
             seed, rate, name, method = planned
             if cluster:
-                cluster.shape(rate, result["verified_mbit"])
+                cluster.set_rate(rate)
+                if f"{rate:g}" not in result["verified_mbit"]:
+                    result["verified_mbit"][f"{rate:g}"] = cluster.verify()
             log = logs / f"{name}-{rate:g}mbit-{method}-seed{seed}.txt"
             found = broken.get(planned[1:]) or train(o, cluster, TASKS[name], planned, log)
             if found["reason"]:
                 broken[planned[1:]] = found
             row = {"task": name, "rate_mbit": rate, "method": method, "seed": seed, **found}
-            runs.append(row | outcome(o, row, runs) | {"late": outcome(o, row, runs, late=True)})
+            runs.append(row | outcome(o, row) | {"late": outcome(o, row, late=True)})
             report.save(folder, NAME, result)
             print("runs", *TABLES["runs"].lines(runs[-1:])[0], sep=" | ", flush=True)
-    for run in runs:  # a run without communication may have come after this one
-        run |= outcome(o, run, runs)
-        run["late"] = outcome(o, run, runs, late=True)
     result["ratios"] = sorted(compare(o, runs), key=lambda row: [*map(str, row.values())])
     report.save(folder, NAME, result)
 
@@ -624,8 +586,7 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     folder.mkdir(parents=True, exist_ok=True)
-    packages = dict.fromkeys(["torch", *(peer.package for peer in PEERS.values())])
-    result = report.header(f"bench.{NAME}", o, [*packages])
+    result = report.header(f"bench.{NAME}", o, ["torch", *(peer.package for peer in PEERS.values())])
     with report.stoppable(f"what was measured is in {file}"):
         run_all(o, folder, result)
     for part, summary in TABLES.items():

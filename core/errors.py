@@ -2,8 +2,13 @@
 
 import logging
 import os
-from collections.abc import Mapping
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Mapping
 from numbers import Real
+from types import TracebackType
 from typing import Any
 
 log = logging.getLogger("co2_training")  # choices and repairs, at level INFO on the rank that reports
@@ -12,8 +17,27 @@ log = logging.getLogger("co2_training")  # choices and repairs, at level INFO on
 class UserError(ValueError):
     """A user's mistake, in one line that names the value and the remedy.
 
-    The train scripts print it without a traceback and exit with status 2.
+    Where nobody catches it, Python prints it without a traceback, with the line of the user's script. The exit status
+    is 1, and 2 from the train scripts. With CO2_TRACEBACK in the environment, Python prints the traceback.
     """
+
+
+def _report(error: BaseException | None, at: TracebackType | None, otherwise: Callable[[], object]) -> None:
+    """Prints an uncaught UserError, with the last line outside of this package and of installed ones."""
+    if not isinstance(error, UserError) or "CO2_TRACEBACK" in os.environ:
+        otherwise()
+        return
+    paths = sysconfig.get_paths()
+    others = (os.path.dirname(__file__), *(paths[key] for key in ("stdlib", "purelib", "platlib")))
+    others = ("<", *(os.path.join(folder, "") for folder in others))
+    own = [frame for frame in traceback.extract_tb(at) if not frame.filename.startswith(others)]
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
+
+
+_hook, _hook_of_threads = sys.excepthook, threading.excepthook
+sys.excepthook = lambda *args: _report(*args[1:], lambda: _hook(*args))
+threading.excepthook = lambda args: _report(args.exc_value, args.exc_traceback, lambda: _hook_of_threads(args))
 
 
 class CollectiveError(RuntimeError):

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from core.checkpoint.stored import parse_json
 from core.errors import UserError
 from training.data.files import build_whole, from_home, unreadable
-from training.start.script import launch
+from training.start.script import launch, parse_options
 
 FORM_FEED = "\x0c"  # a line with only this and blanks ends a document
 BYTE_ORDER_MARK = "\ufeff"
@@ -388,7 +388,7 @@ def prepare(
 
 
 def main() -> None:
-    meta = tyro.cli(prepare, description=__doc__)
+    meta = parse_options(prepare, description=__doc__)
     for name in ("train", "val"):
         print(f"{name}: " + ", ".join(f"{value:,} {key}" for key, value in meta[name].items()))
     print(f"vocabulary: {meta['vocab_size']:,} tokens, stored as {meta['dtype']}")

@@ -22,7 +22,7 @@ from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
 from language.zeroth.order import Noise, digest
 from training.data.files import from_home
-from training.start.script import launch
+from training.start.script import launch, parse_options
 
 KEPT = ("weights", "seed", "zeroth", "lora")  # settings on which the tuned weights depend
 
@@ -90,7 +90,7 @@ def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path
 
 
 def main() -> None:
-    tyro.cli(replay, description=__doc__)
+    parse_options(replay, description=__doc__)
 
 
 if __name__ == "__main__":

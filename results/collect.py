@@ -298,31 +298,20 @@ def departure(run: Finished, tables: Mapping[str, Table]) -> str:
 def status(tables: Mapping[str, Sequence[tuple[Row, int, Path]]], worker: str) -> Iterator[str]:
     """Yields lines of Markdown: which runs of each row have finished, which are left, and their hours.
 
-    The hours left are known for a row if one of its runs has finished here.
-
     Args:
         tables: The runs (row, seed, folder) of each table.
         worker: How to call the device that a worker uses.
     """
-    titles = ["table", "row", "method", "tau", "finished", "begun", "left", f"{worker} hours", f"{worker} hours left"]
+    titles = ["table", "row", "method", "tau", "finished", "begun", "left", f"{worker} hours", "of a finished run"]
     rows: list[tuple[object, ...]] = []
-    spent: dict[Path, float] = {}  # a run may be in several tables
-    open_end = False
-    to_come: dict[Path, float] = {}
     for name, jobs in tables.items():
-        key = lambda row: (row.label, row.method, row.tau or "")  # noqa: E731
-        for row in dict.fromkeys(key(row) for row, _, _ in jobs):
-            mine = [job for job in jobs if key(job[0]) == row]
-            folders = [folder for _, _, folder in mine]
-            used = {folder: hours(folder) for folder in folders}
-            done = [folder for folder in folders if isinstance(read_run(folder), Finished)]
-            mean = statistics.mean(used[folder] for folder in done) if done else None
-            left = {folder: max(0.0, (mean or 0.0) - used[folder]) for folder in folders if folder not in done}
-            known = mean is not None or not left
-            begun = sum(used[folder] > 0 for folder in left)
-            needed = f"{sum(left.values()):,.1f}" if known else "?"
-            rows.append((name, *row, len(done), begun, len(left) - begun, f"{sum(used.values()):,.1f}", needed))
-            spent, to_come, open_end = spent | used, to_come | left, open_end or not known
+        runs: dict[tuple[str, str, int | str], list[Path]] = {}
+        for row, _, folder in jobs:
+            runs.setdefault((row.label, row.method, row.tau or ""), []).append(folder)
+        for row, folders in runs.items():
+            done = [hours(folder) for folder in folders if isinstance(read_run(folder), Finished)]
+            used = [hours(folder) for folder in folders]
+            begun = sum(value > 0 for value in used) - sum(value > 0 for value in done)
+            mean = f"{statistics.mean(done):,.1f}" if done else ""
+            rows.append((name, *row, len(done), begun, len(folders) - len(done) - begun, f"{sum(used):,.1f}", mean))
     yield from report.table(titles, rows).splitlines()
-    more = ", and what the rows marked ? need, of which no run has finished here" if open_end else ""
-    yield f"\n{sum(spent.values()):,.1f} {worker} hours used; left: {sum(to_come.values()):,.1f}{more}."

@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import re
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -19,7 +18,7 @@ from bench.report import TUNING_SEED, holm, mean_ratio
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
 from bench.time_to_loss import TimeToLoss, outcome, ratio_of
-from training.plan.methods import Work
+from training.start.script import launch, parse_options
 
 RESULTS = Path(__file__).parent
 DOCS = ("docs/from_ddp.md", "docs/choosing.md")
@@ -45,8 +44,8 @@ def table(titles: str | Callable[[], str], name: str = "") -> Callable[[Callable
     return add
 
 
-def main() -> None:
-    ArgumentParser("python -m results.pages", description=__doc__).parse_args()  # refuses any option
+def fill() -> None:
+    """Makes the tables of the results pages, of README.md and of docs again from the rows in results/."""
     for page in PAGES:
         page.write_text(filled(page.read_text()))
 
@@ -108,11 +107,16 @@ def bold(rows: Sequence[Sequence[Row | None]]) -> list[list[str]]:
 
 # -- seconds to a loss ----------------------------------------------------------------------------------------------
 
-METHOD_NAMES = {
-    "ddp": "DDP", "local": "Local-SGD (blocking)", "overlap_local": "Overlap-Local-SGD", "slowmo": "SlowMo",
-    "diloco": "DiLoCo (blocking)", "co2": "CO2, our reading of the paper's rule",
-    "co2_auto": "CO2, recommended settings", "torchft_streaming": "torchft Streaming DiLoCo",
-}  # fmt: skip
+PAIRED = {  # methods of digits' series
+    "co2_recommended:tau=12,compression=int4,delay=auto": "CO2, recommended, tau 12, int4, on arrival",
+    "ddp": "DDP",
+    "ddp:compression=int4": "DDP, int4",
+    "local:share=0.1,compression=int4": "Local-SGD (blocking), tau tuned, int4",
+    "slowmo:share=0.1,compression=int4": "SlowMo, tau tuned, int4",
+    "diloco:share=0.1,compression=int4": "DiLoCo (blocking), tau tuned, int4",
+    "overlap_local:compression=int4": "Overlap-Local-SGD, int4",
+    "torchft_streaming": "torchft Streaming DiLoCo",
+}
 TASK_NAMES = {"vision": "digits", "cifar10": "CIFAR-10", "language": "text"}
 LINKS = {"vision": (10, 40, 200), "cifar10": (10, 40), "language": (10, 40, 200)}  # Mbit/s
 SHOWN = (("vision", 10), ("language", 10), ("language", 40), ("language", 200))  # in README
@@ -125,7 +129,7 @@ def paired(task: str, rate: float) -> Row:
     name = TASK_NAMES[task].lower().replace("-", "")
     found = load(f"paired/{'time_to_loss' if task == 'vision' and rate in (10, 40) else f'{name}_{rate:g}'}.json")
     o, runs = TimeToLoss(limit_seconds=found["options"]["limit_seconds"]), found["runs"]
-    again = (run | outcome(o, run, runs) | {"late": outcome(o, run, runs, late=True)} for run in runs)
+    again = (run | outcome(o, run) | {"late": outcome(o, run, late=True)} for run in runs)
     return found | {"runs": [*again] if task == "cifar10" else runs}
 
 
@@ -168,26 +172,15 @@ def readme_seconds() -> Cells:
     return dict(zip(methods, zip(*columns, strict=True), strict=True))
 
 
-def describe(method: str) -> str:
-    """A method of the paired series, in words."""
-    name, _, rest = method.partition(":")
-    given = dict(part.split("=") for part in filter(None, rest.split(",")))
-    name = {"none": "no communication", "co2_recommended": "CO2, recommended", **METHOD_NAMES}[name]
-    late = {"boundary": "a round late", "auto": "on arrival"}
-    tau = "tau tuned" if "share" in given else f"tau {given['tau']}" if "tau" in given else ""
-    words = [tau, given.get("compression", "")]
-    return ", ".join(filter(None, (name, *words, late.get(given.get("delay", ""), ""))))
-
-
 def limit_of(task: str, rate: float, method: str) -> str:
     """The most that hiding can be worth at a method's tau, or nothing for DDP."""
     known = [run["limit"] for run in select(of_rate(task, rate), method=method) if "limit" in run]
     return f"{median(known):.2f}" if known and not method.startswith("ddp") else ""
 
 
-def ratio_titles(task: str, rates: Sequence[int] = ()) -> str:
-    places = (f"{rate} Mbit/s, {target} target" for rate in rates or LINKS[task] for target in ("first", "late"))
-    return " | ".join(("method", *places, *([] if rates else ["limit"])))
+def ratio_titles(task: str) -> str:
+    places = (f"{rate} Mbit/s, {target} target" for rate in LINKS[task] for target in ("first", "late"))
+    return " | ".join(("method", *places, "limit"))
 
 
 def ratios(task: str, methods: Mapping[str, Callable[[float], str]]) -> Cells:
@@ -218,8 +211,7 @@ for _name, _task in (("paired_text", "language"), ("paired_cifar10", "cifar10"))
 
 @table(ratio_titles("vision"))
 def paired_seconds() -> Cells:
-    methods = [m for m in paired("vision", 10)["options"]["methods"] if "tau=6" not in m and m != "co2_auto"]
-    return ratios("vision", {describe(m): lambda _, m=m: m for m in methods})
+    return ratios("vision", {name: lambda _, method=method: method for method, name in PAIRED.items()})
 
 
 @table("seconds over CO2's | links | first target | late target | differ after Holm's correction")
@@ -295,7 +287,7 @@ def regime_costs() -> Cells:
     return {task: [cells.get(task, "not run") for cells in found] for task in regimes.RATES}
 
 
-# -- DDP, and r without a measurement ---------------------------------------------------------------------------------
+# -- DDP, fragments, nodes --------------------------------------------------------------------------------------------
 
 OVERLAPPED = {  # in results/paired/ddp_*.json
     "ddp:cap=1000": "DDP, one bucket",
@@ -392,25 +384,6 @@ def nodes_text() -> Cells:
         return f"{seconds} ({steps})" if reached == len(runs) else f"> {seconds} ({reached} of {len(runs)})"
 
     return by_link("paired/nodes_text.json", NODES_OF_TEXT, (10, 40), cell)
-
-
-GPUS = {"H100": 989e12, "A100": 312e12, "RTX 4090": 165e12}  # peak FLOP/s in bfloat16, dense, as their makers say
-UTILIZATION, OF_NODE, NODES = 0.4, 8, 16  # of the peak; GPUs of a node
-
-
-@table("8 GPUs a node, tokens of a GPU | 25 Gbit/s | 50 Gbit/s | 100 Gbit/s | 400 Gbit/s")
-def rule() -> Cells:
-    """r = 64 F / (6 T B), calculated, and behind it the planner's r for two sizes of a model."""
-
-    def cell(peak: float, tokens: int, gbit: int) -> str:
-        flops, planned = OF_NODE * UTILIZATION * peak, []
-        for parameters in (1e9, 7e9):
-            step = 6 * parameters * OF_NODE * tokens / flops
-            planned.append(f"{Work(parameters, step, gbit).allreduce(NODES) / step:.2g}")
-        return f"{64 * flops / (6 * OF_NODE * tokens * gbit * 1e9):.2g} ({', '.join(planned)})"
-
-    places = itertools.product(GPUS, (8192, 32768))
-    return {f"{gpu}, {t:,}": [cell(GPUS[gpu], t, gbit) for gbit in (25, 50, 100, 400)] for gpu, t in places}
 
 
 # -- loss at equal samples ------------------------------------------------------------------------------------------
@@ -677,4 +650,4 @@ def refusals() -> Cells:
 
 
 if __name__ == "__main__":
-    main()
+    launch(lambda: parse_options(fill, prog="python -m results.pages"))

@@ -18,8 +18,7 @@ from core.elastic.joining import check_elastic
 from training.data.files import paths_from_home
 from training.layout import Layout
 from training.optim import OptimConfig
-from training.start.script import launch
-from training.start.workers import rank
+from training.start.script import launch, parse_options
 
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
@@ -241,7 +240,7 @@ T = TypeVar("T")
 
 
 def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str = "train") -> R:
-    """Returns the recipe of the command line, RECIPE [overrides]. Every field is an option. Rank 0 prints errors."""
+    """Returns the recipe of the command line, RECIPE [overrides]. Every field is an option."""
     name, *overrides = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         listing = "\n".join(f"  {name}" for name in recipes)
@@ -254,14 +253,13 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         overrides = ["--help"]
     elif {"-h", "--help"} & {*overrides}:
         shown, note = without_seldom(default), "--help-all lists all options, with other methods' settings."
-    recipe = tyro.cli(
+    recipe = parse_options(
         type(shown),
         default=shown,
         args=overrides,
         prog=f"{prog} {name}",
         description=note,
         use_underscores=True,
-        console_outputs=rank() == 0,
         config=(tyro.conf.AvoidSubcommands,),
     )
     recipe = paths_from_home(recipe)

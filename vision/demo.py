@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import tyro
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from training.data.files import paths_from_home
+from training.start.script import launch, parse_options
 
 ROWS = {  # folder -> options
     "ddp": ["--method", "ddp"],
@@ -43,7 +43,7 @@ class Demo:
 
 
 def main() -> int:
-    demo = paths_from_home(tyro.cli(Demo, use_underscores=True))
+    demo = paths_from_home(parse_options(Demo, prog="python -m vision.demo", use_underscores=True))
     out = demo.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     print(
         f"{demo.workers} workers on this machine's CPU, scikit-learn's digits, {demo.epochs} epochs each.\n"
@@ -114,4 +114,4 @@ def plot(folder: Path, path: Path, demo: Demo) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launch(lambda: sys.exit(main()))

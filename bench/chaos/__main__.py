@@ -8,7 +8,7 @@ with --resume. Undisturbed runs are there for comparison.
 
 A run is right if it reaches its last step without a traceback. Workers that stay must end as the undisturbed run, bit
 for bit. All elastic workers must have equal outer iterates in every round. A harm that ends no run must not end this
-one. The campaign continues where it was stopped. It writes a row for each run, and prints a table.
+one. The campaign continues where it was stopped. It writes and prints a row for each run (results/faults.md).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from bench.chaos.crew import PHASES, STREAMS, Crew, group, judged, work
+from bench.chaos.crew import PHASES, STREAMS, Crew, different_rounds, group, work
 from bench.cluster.etcd import LocalEtcd, program
 from bench.cluster.nodes import Cluster, require_namespaces
-from bench.report import Metrics, Summary, read_options
+from bench.report import Metrics, read_options, read_rows, require
 from core.checkpoint import runs as checkpoint
 from core.errors import UserError
 from training.start.script import launch
@@ -92,8 +92,6 @@ class Campaign:
     outages: int = 8
     disks: int = 12
     nans: int = 10
-    seeds: int = 1
-    """Undisturbed runs of each configuration."""
     seed: int = 0
     minutes: float = 600.0
     """Starts no further run after this many minutes."""
@@ -101,6 +99,7 @@ class Campaign:
     """One object per run."""
 
     def check(self) -> None:
+        require(self, positive="minutes", zeros=" ".join(COUNTS.values()))
         if self.outages:
             require_namespaces()
         if program() is None:
@@ -109,11 +108,11 @@ class Campaign:
 
 def main() -> None:
     asked = read_options(Campaign, "bench.chaos", description=__doc__)
+    rows = read_rows(asked.out)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs `finally`
     until = time.monotonic() + 60 * asked.minutes
-    rows = json.loads(asked.out.read_text()) if asked.out.exists() else []
     for planned in plan(asked):
         if time.monotonic() > until:
             break
@@ -123,7 +122,6 @@ def main() -> None:
         rows[-1]["right"] = right(rows[-1], rows)
         print(json.dumps(rows[-1]), flush=True)
         asked.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-    print(table(rows))
 
 
 def plan(asked: Campaign) -> Iterator[Row]:
@@ -143,12 +141,7 @@ def plan(asked: Campaign) -> Iterator[Row]:
             row = {"harm": harm, "config": config, "phase": phase, "ranks": who, "step": rng.randint(first, last)}
             rows.append(row | ({"seconds": rng.choice([3, 10])} if harm == "outage" else {}))
     rng.shuffle(rows)
-    rows = [{"harm": "none", "config": config} for config in CONFIGS for _ in range(asked.seeds)] + rows
-    counts: dict[tuple[str, str], int] = {}
-    for row in rows:
-        alike = row["harm"], row["config"]
-        number = counts[alike] = counts.get(alike, -1) + 1
-        yield row | {"seed": number % max(1, asked.seeds)}
+    yield from (row | {"seed": 0} for row in [{"harm": "none", "config": config} for config in CONFIGS] + rows)
 
 
 def suffer(context: Any, planned: Row) -> Row:
@@ -180,7 +173,7 @@ def suffer(context: Any, planned: Row) -> Row:
         came_back = sum(" came" in line.get("workers", "") for line in Metrics(run).read())
         found = {"attempts": attempts, "status": status, "hung": hung, "came_back": came_back}
         found |= {"test_loss": summary.get("test_loss"), "steps": summary.get("steps"), "digest": digest(run)}
-        found |= {"different_rounds": judged(folder)["different_rounds"], "traceback": "Traceback" in log}
+        found |= {"different_rounds": different_rounds(folder), "traceback": "Traceback" in log}
         found["seconds"] = round(time.monotonic() - began, 1)
         bad = not ended(planned | found) or found["different_rounds"] or found["traceback"]
         return found | {"log": log.splitlines()[-30:] if bad else []}
@@ -293,17 +286,8 @@ def right(row: Row, rows: list[Row]) -> bool:
     well &= not (row["hung"] or row["different_rounds"] or row["traceback"])
     goes_on = harm in HARMLESS or (not fixed and harm in ("kill", "two kills", "rejoin", "nan"))
     exact = fixed and "recommended" not in row["config"] and harm != "nan"
-    calm = [r["digest"] for r in rows if (r["harm"], r["config"], r["seed"]) == ("none", row["config"], row["seed"])]
+    calm = [r["digest"] for r in rows if (r["harm"], r["config"]) == ("none", row["config"])]
     return well and (row["attempts"] == 1 or not goes_on) and (not exact or row["digest"] in calm)
-
-
-SHOWN = {"right": ".0%", "attempts": ".1f", "hung": ".0%", "came_back": ".1f", "seconds": ".0f"}
-
-
-def table(rows: list[Row]) -> str:
-    """One line per harm, phase and configuration."""
-    ordered = sorted(rows, key=lambda row: (row["harm"], row.get("phase", ""), row["config"]))
-    return Summary("harm phase config", SHOWN).table(ordered)
 
 
 if __name__ == "__main__":

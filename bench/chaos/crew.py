@@ -67,20 +67,14 @@ def write_rounds(folder: Path, run: str, name: str) -> None:
     wrap(LocalUpdateMethod, "_boundary", behind=closed)
 
 
-def judged(folder: Path) -> dict[str, Any]:
-    """Counts rounds, rounds with different outer iterates, and the longest pause between two rounds."""
-    digests: dict[tuple[str, int], set[str]] = {}  # by run, which may be stopped and resumed, and round
-    times: dict[tuple[str, int], float] = {}
+def different_rounds(folder: Path) -> list[str]:
+    """Returns the rounds in which workers' outer iterates differ, as RUN.ROUND. A run may be stopped and resumed."""
+    digests: dict[str, set[str]] = {}
     for file in folder.glob("rounds*"):
         for line in file.read_text().splitlines():
-            run, number, digest, when = line.split()
-            key = run, int(number)
-            digests.setdefault(key, set()).add(digest)
-            times[key] = max(times.get(key, 0.0), float(when))
-    ended = sorted((run, when) for (run, _), when in times.items())
-    pauses = [b - a for (one, a), (other, b) in zip(ended, ended[1:], strict=False) if one == other]
-    different = sorted(f"{run}.{number}" for (run, number), found in digests.items() if len(found) > 1)
-    return {"rounds": len(digests), "different_rounds": different, "longest_pause_seconds": max(pauses, default=0.0)}
+            run, number, digest, _ = line.split()
+            digests.setdefault(f"{run}.{number}", set()).add(digest)
+    return sorted(number for number, found in digests.items() if len(found) > 1)
 
 
 def arm(phase: str, after: int, trace: Path, least: int = 0) -> None:

@@ -9,15 +9,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+import tyro
 
 from bench.cluster.nodes import Cluster, hold_port
 from core.elastic.etcd import EtcdStore
 from core.errors import UserError
-from training.start.script import launch
+from training.start.script import launch, parse_options
 
 MEMBERS = 3
 T = TypeVar("T")
@@ -79,18 +80,20 @@ class LocalEtcd:
             process.wait()
 
 
-def main() -> None:
-    parser = ArgumentParser("python -m bench.cluster.etcd", description=__doc__)
-    parser.add_argument("folder", nargs="?", help="where they keep data and logs; a temporary folder by default")
-    given = parser.parse_args().folder
+def serve(folder: Annotated[Path | None, tyro.conf.Positional] = None) -> None:
+    """Runs three members of etcd on this machine until Ctrl-C.
+
+    Args:
+        folder: Where they keep data and logs. The default is a temporary folder.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the members
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(given or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        with LocalEtcd(folder) as etcd:
+        place = folder or Path(temporary)
+        place.mkdir(parents=True, exist_ok=True)
+        with LocalEtcd(place) as etcd:
             print(f"three members run until Ctrl-C: --store {etcd.url}/NAME", flush=True)
             signal.pause()
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(lambda: parse_options(serve, prog="python -m bench.cluster.etcd"))

@@ -5,7 +5,6 @@ measurement to the bytes that a copy moves in it. A boundary that is one pass ov
 """
 
 import functools
-import json
 import statistics
 import sys
 import time
@@ -245,7 +244,7 @@ def main() -> None:
     o = report.read_options(Options, "bench.gpu")
     o.out.mkdir(parents=True, exist_ok=True)
     file = o.out / f"{NAME}.json"
-    rows = json.loads(file.read_text())["rows"] if file.exists() else []  # also of checks that are tests now
+    rows = report.read_rows(file)  # also of checks that are tests now
     result = report.header("bench.gpu", o) | facts(o) | {"rows": rows}
     now = {key: result[key] for key in SAME}
     for name in o.chosen():

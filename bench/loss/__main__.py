@@ -5,7 +5,7 @@ python -m bench.loss [--tasks bytes digits] [--methods local co2 co2:merge=keep_
 A method is NAME or NAME:OPTION=VALUE,... The tuning tries all of VALUE|VALUE. bench/loss/methods.py has the options,
 for example co2:merge=keep_local,delay=3,gap=none,beta=0.
 
-A method's configurations are its options' values times learning rates, as many as --configurations allows. Each is
+A method's configurations are its options' values times --lr_factors. Each is
 trained on the tuning seed and evaluated on the tuning split; the best is trained on the other seeds and evaluated on
 the test split. Initial weights and batches depend only on the seed. Every run is a line of --rows. A run that has its
 line is not repeated, so the same command continues after an interruption. At the end it prints a table of all rows.
@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bench.loss.methods import METHODS, Gradient, Method, Settings
+from bench.loss.methods import CUTS, METHODS, Gradient, Method, Settings
 from bench.loss.tasks import TASKS, Batch, Split, Task, cosine, load_task
 from bench.report import (
     FORMAT,
@@ -34,6 +34,7 @@ from bench.report import (
     require,
     require_device,
     require_no_crowd,
+    split_method,
     stoppable,
 )
 from core.checkpoint.stored import parse_json
@@ -150,7 +151,8 @@ def train(task: Task, plan: Plan, device: str = "cpu") -> tuple[Stack, Method]:
     x = stack.start(plan.seed).expand(plan.workers, -1).clone()
     clips = {"task": task.inner.clip, "none": None}
     limit = clips[plan.clip] if plan.clip in clips else float(plan.clip)
-    method, inner = plan.settings.make(x, plan.tau), replace(task.inner, clip=limit).start(x)
+    sizes = [tensor.numel() for tensor in stack.template.values()]
+    method, inner = plan.settings.make(x, plan.tau, sizes), replace(task.inner, clip=limit).start(x)
     for step in range(plan.steps):
         batch = stack.upload(task.draw(plan.seed, step, plan.workers, plan.batch))
         method.train_step(stack.gradient, batch, inner, plan.lr * cosine(step, plan.steps))
@@ -182,7 +184,9 @@ def describe(plan: Plan) -> Row:
 def key_of(row: Row, **changes: Any) -> str:
     """Identifies the result of a run. A choice is followed by the runs of its settings."""
     values = {name: row[name] for name in PLAN if name not in changes} | changes
-    if not METHODS.get(row["method"], Method).has_rounds:
+    method = METHODS.get(row["method"], Method)
+    values["options"] = method.options | values["options"]  # an older row lacks a newer option
+    if not method.has_rounds:
         values["tau"] = None
     return json.dumps(values, sort_keys=True)
 
@@ -266,10 +270,10 @@ TABLE = Summary(" ".join((*GROUP, "asked chosen lr tried")), {"loss": ".4f", "di
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-FACTORS = (1.0, 2.0, 0.5, 1.414, 0.707, 4.0, 0.25, 2.828, 0.354, 8.0, 0.125)
 WORDS = {
     "gap": ("elementwise", "norm", "none"),
     "merge": ("restart", "keep_local"),
+    "cut": CUTS,
     "compression": tuple(NARROW_FORMATS),
 }
 
@@ -281,7 +285,7 @@ class Options:
     tasks: tuple[str, ...] = ("digits", "bytes")
     """digits; with data in CO2_DATA also cifar, bytes, gpt2, bytes_muon and gpt2_muon."""
     methods: tuple[str, ...] = ("ddp", "local", "diloco", "co2", "co2:merge=keep_local,delay=3,gap=none")
-    """NAME or NAME:OPTION=VALUE,... The tuning tries all of VALUE|VALUE."""
+    """NAME or NAME:OPTION=VALUE,... The tuning tries all of VALUE|VALUE, such as co2:beta=0|0.5."""
     workers: tuple[int, ...] = (4,)
     steps: int = 480
     """Local steps of every worker."""
@@ -294,19 +298,16 @@ class Options:
     ddp clips the averaged gradient."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds to report."""
-    configurations: int = 6
-    """Configurations that each method may try."""
-    lr_factors: tuple[float, ...] = ()
-    """Multiples of the task's learning rate to try, in place of as many as `configurations` allows. A method with one
-    configuration is not tuned."""
+    lr_factors: tuple[float, ...] = (1.0, 2.0, 0.5)
+    """Multiples of the task's learning rate to try. A method with one configuration is not tuned."""
     rows: Path = Path("results/search.jsonl")
     device: Literal["cpu", "cuda"] = "cpu"
     """Holds all workers of a run. On cuda, products are in TF32, as in the train scripts."""
 
     def check(self) -> None:
-        require(self, once="tasks methods workers seeds", positive="workers lr_factors", tasks=TASKS)
+        require(self, once="tasks methods workers seeds lr_factors", positive="workers lr_factors", tasks=TASKS)
+        require(self, ones="steps tau")
         require_no_crowd(self)
-        require(self, ones="steps tau configurations")
         require_device(self)
         if self.batch is not None and self.batch < 1:
             raise UserError(f"batch={self.batch}: give 1 or more, or leave it out")
@@ -320,23 +321,14 @@ class Options:
     @property
     def tuning(self) -> str:
         """The tuning budget, in words."""
-        if self.lr_factors:
-            return f"learning rate {', '.join(f'{factor:g}' for factor in self.lr_factors)} times the task's"
-        return f"each method tuned over {self.configurations} configurations"
+        return f"learning rate {', '.join(f'{factor:g}' for factor in self.lr_factors)} times the task's"
 
     def candidates(self, asked: str) -> list[tuple[Settings, float]]:
         """A method's configurations: settings, and the factor of the task's learning rate."""
         all_settings = parse(asked)
         for settings in all_settings:
-            settings.make(torch.zeros(2, self.tau), self.tau)  # raises for a delay above tau
-        count = self.configurations // len(all_settings)
-        if not count:
-            raise UserError(
-                f"method {asked!r}: its options alone make {len(all_settings)} configurations; allow as many with "
-                "--configurations, or give fewer values"
-            )
-        factors = self.lr_factors or FACTORS[:count]
-        return [(settings, factor) for factor in factors for settings in all_settings]
+            settings.make(torch.zeros(2, 1), self.tau)  # raises for a delay above tau
+        return [(settings, factor) for factor in self.lr_factors for settings in all_settings]
 
     def plans(self, task: str, workers: int, asked: str) -> list[Plan]:
         """A method's runs of the tuning."""
@@ -349,16 +341,14 @@ class Options:
 
 
 def parse(text: str) -> list[Settings]:
-    """All settings that a method of the command line stands for. An option without a value is tried at the values of
-    `Method.tried`, or has its default."""
-    name, _, rest = text.partition(":")
+    """All settings that a method of the command line stands for."""
+    name, asked = split_method(text)
     if name not in METHODS:
         raise UserError(f"method {name!r} does not exist; choose among {', '.join(METHODS)}")
     method = METHODS[name]
     settable = [key for key in method.options if key not in method.fixed]
-    values = {key: (value,) for key, value in method.options.items()} | method.tried
-    for part in filter(None, rest.split(",")):
-        key, _, given = part.partition("=")
+    values = {key: (value,) for key, value in method.options.items()}
+    for key, given in asked.items():
         if key not in settable:
             raise UserError(f"method {text!r}: {name} has no option {key!r}; it has: {', '.join(settable)}")
         values[key] = tuple(_value(text, key, method.options[key], one) for one in given.split("|"))

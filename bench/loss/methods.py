@@ -3,8 +3,9 @@
 A method is a subclass of `Method` and a line of METHODS. Its options, with their defaults, are a class attribute.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -64,19 +65,18 @@ class Method:
     Args:
         x: parameters, [workers, n], updated in place.
         tau: local steps per round.
+        sizes: elements of each tensor of the model, in the order of a row; one tensor by default.
         options: the class's options with their values.
     """
 
     options: ClassVar[dict[str, Any]] = {"compression": "float32"}
     fixed: ClassVar[tuple[str, ...]] = ()
     """Options that the command line may not set."""
-    tried: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Values that the tuning tries if the command line gives none."""
     has_rounds: ClassVar[bool] = True
     """Whether tau changes the result."""
 
-    def __init__(self, x: Tensor, tau: int, **options: Any):
-        self.x, self.tau, self.o = x, tau, options
+    def __init__(self, x: Tensor, tau: int, sizes: Sequence[int] = (), **options: Any):
+        self.x, self.tau, self.sizes, self.o = x, tau, sizes or (x.shape[1],), options
         self.taken, self.lr = 0, 0.0
         compression = options.get("compression", "float32")
         self.reduce = mean if compression == "float32" else CompressedMean(compression)
@@ -128,10 +128,9 @@ class CO2(Method):
         **{"alpha": 1.0, "beta": 0.5, "gap": "elementwise", "phi": 1.0, "delay": "round"},
         **{"merge": "restart", "nesterov": False, "compression": "float32"},
     }
-    tried = {"beta": (0.5, 0.0)}
 
-    def __init__(self, x: Tensor, tau: int, **options: Any):
-        super().__init__(x, tau, **options)
+    def __init__(self, x: Tensor, tau: int, sizes: Sequence[int] = (), **options: Any):
+        super().__init__(x, tau, sizes, **options)
         self.delay = tau if self.o["delay"] == "round" else self.o["delay"]
         self.into = 0  # local steps of this round
         if not 0 <= self.delay <= tau:
@@ -213,32 +212,51 @@ class Local(CO2):
 
     options = BLOCKING | {"beta": 0.0}
     fixed = tuple(name for name in options if name != "compression")
-    tried = {}
 
 
 class DiLoCo(CO2):
     """A blocking average every tau steps, and an outer step with Nesterov momentum."""
 
     options = BLOCKING | {"alpha": 0.7, "beta": 0.9, "nesterov": True}
-    tried = {"beta": (0.9, 0.5)}
+
+
+CUTS = ("bytes", "layers", "interleaved", "reversed")
+
+
+def parts_of(sizes: Sequence[int], count: int, cut: str) -> list[list[slice]]:
+    """Cuts a row into parts, in the order in which they are sent.
+
+    bytes: core's slices. layers: slices that end where a tensor ends, as near as possible to core's. interleaved: every
+    `count`-th tensor. reversed: core's slices, the last one first.
+    """
+    ends = [0, *accumulate(sizes)]
+    if cut == "interleaved":
+        return [[slice(*pair) for pair in pairwise(ends)][i::count] for i in range(count)]
+    parts = slices(ends[-1], count)
+    if cut == "layers":
+        parts = [slice(*pair) for pair in pairwise([0, *(min(ends, key=lambda e: abs(e - p.stop)) for p in parts)])]
+    return [[part] for part in (parts[::-1] if cut == "reversed" else parts)]
 
 
 class Fragments(Method):
     """CO2 with fragments in turn: part i starts its all-reduce i tau / fragments steps into the round, and is merged
-    `delay` steps later. The parts are core's slices of the payload."""
+    `delay` steps later. Tensors of an interleaved part have penalties and compressed blocks of their own."""
 
-    options = CO2.options | {"beta": 0.0, "gap": "none", "delay": 1, "merge": "keep_local", "fragments": 8}
+    options = CO2.options | {"beta": 0.0, "gap": "none", "delay": 1, "merge": "keep_local"}
+    options |= {"fragments": 8, "cut": "bytes"}
     fixed = ("merge",)
-    tried = {}
 
-    def __init__(self, x: Tensor, tau: int, **options: Any):
-        super().__init__(x, tau, **options)
+    def __init__(self, x: Tensor, tau: int, sizes: Sequence[int] = (), **options: Any):
+        super().__init__(x, tau, sizes, **options)
         count, delay = options.pop("fragments"), tau if options["delay"] == "round" else options["delay"]
         if not 1 <= count <= tau or delay > tau // count:  # one all-reduce is in flight at a time
             raise UserError(f"fragments={count}, delay={delay}: give 1 or more, and a product of at most tau={tau}")
-        self.parts = [CO2(x[:, place], tau, **options) for place in slices(x.shape[1], count)]  # views of x
-        for i, part in enumerate(self.parts):
-            part.into = -(i * tau // count) % tau  # part i's first round is shorter
+        self.parts: list[CO2] = []
+        for i, places in enumerate(parts_of(self.sizes, count, options.pop("cut"))):
+            for place in places:
+                if place.start < place.stop:  # a part may be empty
+                    self.parts.append(CO2(x[:, place], tau, **options))  # a view of x
+                    self.parts[-1].into = -(i * tau // count) % tau  # part i's first round is shorter
 
     def after_local_step(self) -> None:
         for part in self.parts:
@@ -265,9 +283,9 @@ class Settings:
     name: str
     options: tuple[tuple[str, Any], ...]
 
-    def make(self, x: Tensor, tau: int) -> Method:
+    def make(self, x: Tensor, tau: int, sizes: Sequence[int] = ()) -> Method:
         try:
-            return METHODS[self.name](x, tau, **dict(self.options))
+            return METHODS[self.name](x, tau, sizes, **dict(self.options))
         except UserError as error:
             raise UserError(f"method {self}: {error}") from None
 

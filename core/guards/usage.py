@@ -307,11 +307,14 @@ def _register() -> None:
 
 
 def _warn_at_exit() -> None:
-    """Warns if a method was not finished."""
+    """Warns in one line if a method was not finished, whatever Python's filter of warnings says.
+
+    The exit status stays as it is. Only os._exit could change it here, and would lose what others still have to write.
+    """
     if hasattr(sys, "last_type"):  # an uncaught exception
         return
     if texts := [text for checks in list(_active) if (text := checks.unfinished())] or _dropped:
-        warnings.warn(texts[0], stacklevel=1)
+        print(f"warning: {texts[0]}", file=sys.stderr)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from bench.loss import __main__ as command
 from bench.loss import tasks
 from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, train
+from bench.loss.methods import CUTS, Fragments, parts_of
 from bench.loss.tasks import (
     TASKS,
     ByteGPT,
@@ -44,7 +45,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Task:
 
 def options(folder: Path, **values: Any) -> Options:
     usual: dict[str, Any] = {"tasks": ("digits",), "methods": ("local", "co2"), "steps": 9, "tau": 3, "seeds": (0, 1)}
-    return Options(**usual | {"configurations": 4, "rows": folder / "rows.jsonl"} | values)
+    return Options(**usual | {"rows": folder / "rows.jsonl"} | values)
 
 
 def plan(task: Task, method: str, **values: Any) -> Plan:
@@ -61,7 +62,7 @@ def test_a_run_that_diverges_has_no_loss(tiny: Task):
 
 
 def test_a_method_and_its_options():
-    assert [str(s) for s in parse("co2")] == ["co2", "co2:beta=0"]
+    assert [str(s) for s in parse("co2")] == ["co2"]
     assert [str(s) for s in parse("fragments:delay=2,fragments=4")] == ["fragments:delay=2,fragments=4"]
     both = [str(s) for s in parse("co2:merge=keep_local,delay=3,beta=0|0.3")]
     assert both == ["co2:beta=0,delay=3,merge=keep_local", "co2:beta=0.3,delay=3,merge=keep_local"]
@@ -69,17 +70,16 @@ def test_a_method_and_its_options():
     assert (made.o["merge"], made.o["phi"], made.o["nesterov"], made.delay) == ("keep_local", "none", True, 3)
 
 
-def test_every_method_gets_equally_many_configurations(tmp_path: Path, tiny: Task):
-    o = Options(rows=tmp_path / "rows.jsonl")
-    o.check()
-    assert {len(o.candidates(asked)) for asked in o.methods} == {o.configurations}
-    assert [p.lr for p in options(tmp_path).plans("digits", 4, "local")] == pytest.approx([0.1, 0.2, 0.05, 0.1414])
+def test_every_value_is_tried_at_every_rate(tmp_path: Path, tiny: Task):
+    plans = options(tmp_path).plans("digits", 4, "co2:beta=0|0.5")
+    assert [p.lr for p in plans] == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.05, 0.05])
+    assert [dict(p.settings.options)["beta"] for p in plans] == [0.0, 0.5] * 3
 
 
 def test_a_second_search_runs_nothing_anew(tmp_path: Path, tiny: Task, capsys: pytest.CaptureFixture):
     o = options(tmp_path)
     search(o, Rows(o.rows))
-    assert "complete; 12 runs were new" in capsys.readouterr().out
+    assert "complete; 10 runs were new" in capsys.readouterr().out
     lines = o.rows.read_text()
     search(o, Rows(o.rows))
     assert "complete; 0 runs were new" in capsys.readouterr().out and o.rows.read_text() == lines
@@ -95,7 +95,7 @@ def test_the_best_on_tuning_seed_and_split_is_reported_on_others(tmp_path: Path,
         tried = o.plans("digits", 4, asked)
         best = min(tried, key=lambda p: found["loss"] if (found := rows.find(p)) else 1e9)
         choice = next(row for row in rows.choices.values() if row["asked"] == asked)
-        assert (choice["lr"], choice["options"]) == (best.lr, dict(best.settings.options)) and choice["tried"] == 4
+        assert (choice["lr"], choice["options"]) == (best.lr, dict(best.settings.options)) and choice["tried"] == 3
     assert {(r["split"], r["seed"]) for r in rows.runs.values()} == {("tuning", 100), ("test", 0), ("test", 1)}
 
 
@@ -123,11 +123,11 @@ def test_ddp_is_the_same_at_any_tau(tmp_path: Path, tiny: Task):
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
     """A real run of digits."""
     short = ["--steps", "4", "--tau", "3", "--seeds", "0", "--lr_factors", "1", "--rows", str(tmp_path / "rows.jsonl")]
-    run_script("bench.loss", "--tasks", "digits", "--methods", "co2:merge=keep_local,delay=2", *short)
+    run_script("bench.loss", "--tasks", "digits", "--methods", "co2:merge=keep_local,delay=2,beta=0|0.5", *short)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["kind"] for row in rows] == ["run", "run", "choice", "run"], "two values of beta are tried"
+    assert [row["kind"] for row in rows] == ["run", "run", "choice", "run"]
     assert rows[-1]["split"] == "test" and rows[-1]["loss"] > 0 and rows[-1]["commit"]
-    assert "| co2:merge=keep_local,delay=2 |" in capsys.readouterr().out
+    assert "| co2:merge=keep_local,delay=2,beta=0\\|0.5 |" in capsys.readouterr().out
 
 
 def test_the_limit_of_the_gradients_norm_is_part_of_a_run(tiny: Task, tmp_path: Path):
@@ -170,6 +170,31 @@ def test_ddp_sends_gradients_over_the_wire():
     for step in range(2):
         method.train_step(lambda x, _: torch.tensor([[7.0, 0.4], [7.0, 0.4]]), (), inner, 1.0)
         assert x.tolist() == [[-7.0 * (step + 1), -float(step)]] * 2
+
+
+def test_the_cuts_of_fragments(tiny: Task):
+    """Every element is in one part, and the workers end alike."""
+    found = {cut: parts_of([5, 20, 3, 2], 3, cut) for cut in CUTS}
+    thirds = [slice(0, 10), slice(10, 20), slice(20, 30)]
+    assert found["bytes"] == [[part] for part in thirds] == found["reversed"][::-1]
+    assert found["layers"] == [[slice(0, 5)], [slice(5, 25)], [slice(25, 30)]]
+    assert found["interleaved"] == [[slice(0, 5), slice(28, 30)], [slice(5, 25)], [slice(25, 28)]]
+    ends = {}
+    for cut in CUTS:
+        _, method = train(tiny, plan(tiny, f"fragments:fragments=3,cut={cut}"))
+        assert isinstance(method, Fragments) and sum(part.x.shape[1] for part in method.parts) == method.x.shape[1]
+        method.finish()
+        assert (method.x == method.x[0]).all()
+        ends[cut] = method.x[0].clone()
+    assert len({end.sum().item() for end in ends.values()}) == len(CUTS), "the order and the cuts matter"
+
+
+def test_a_row_without_a_newer_option_still_counts(tiny: Task, tmp_path: Path):
+    rows, asked = Rows(tmp_path / "rows.jsonl"), plan(tiny, "fragments:fragments=3")
+    rows.add_run(asked, {"loss": 1.0})
+    rows.path.write_text(rows.path.read_text().replace(', "cut": "bytes"', ""))
+    known = Rows(rows.path)
+    assert known.find(asked) and not known.find(plan(tiny, "fragments:fragments=3,cut=layers"))
 
 
 # -- tasks, their data and models -------------------------------------------------------------------------------------

@@ -47,11 +47,16 @@ def test_a_result_says_where_it_comes_from_and_is_written_whole(monkeypatch: pyt
 
 # a case a line: the command, and what it says. FOLDER holds measurements
 CASES = """
+results.pages --draw => Unrecognized options: --draw
+bench.cluster.etcd --draw => Unrecognized options: --draw
+bench.cluster --rates 1mbit -- x => Missing from python -m bench.cluster: --rate
 bench.cluster --rate 200MB -- x => rate='200MB': give a number and one of kbit, mbit, gbit
 bench.cluster --rate 0mbit -- x => more than 0
 bench.cluster --rate 1mbit --nodes 0 -- x => nodes=0
 bench.cluster --rate 1mbit --nodes 1 --verify -- x => 2 or more
 bench.cluster --rate 1mbit -- => no command
+bench.chaos --kills -1 => kills=-1: give a number, 0 or more
+bench.gpu --device cpu --out FOLDER => gpu.json holds no rows of this command: move it away, or give another --out
 bench.gpu --device cpu --checks birds => checks=birds: choose among a boundarys bytes
 bench.loss --tasks birds => tasks: 'birds' does not exist; choose among digits, cifar, bytes
 bench.loss --tau 0 => tau=0: give 1 or more
@@ -65,22 +70,32 @@ bench.loss --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or mor
 bench.loss --methods co2:nesterov=1 => nesterov='1'; choose among true, false
 bench.loss --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
 bench.loss --methods fragments:delay=2 --tau 12 => fragments=8, delay=2: give 1 or more, and a product of at most tau=12
-bench.loss --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
+bench.loss --methods co2:beta=1,beta=2 => method 'co2:beta=1,beta=2' has 'beta=2': give each option once, with a value
+bench.loss --methods co2:beta => method 'co2:beta' has 'beta': give each option once, with a value, as in co2:tau=12
+bench.loss --methods fragments:cut=odd => cut='odd'; choose among bytes, layers, interleaved, reversed
+bench.loss --seeds -1 => seeds=-1: give whole numbers from 0 to 1000000000
+bench.loss --task bytes => Unrecognized options: --task, bytes; did you mean --tasks
+bench.loss --lr_factors 1 1 => lr_factors=1.0 1.0: give one or more, each once
+bench.regimes --ratios ten => --ratios: Could not find valid parse for arguments: ['ten']
+bench.regimes --tasks digits => tasks: 'digits' does not exist; choose among bytes, cifar, gpt2
 bench.loss --seeds 0 100 => seeds=100: it is the tuning seed
 bench.loss --clip big => clip=big: give a number above 0, none, or task
 bench.regimes --seeds 0 1 100 => seeds=100: it is the tuning seed
 bench.regimes --seeds 0 1 => seeds=0 1: an interval needs 3 or more
 bench.regimes --codec -1 => codec=-1.0: give a number, 0 or more
-bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist; choose among none, ddp
+bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist; choose among ddp, local
 bench.time_to_loss --rates 10 0 => rates=0.0: give a number above 0
 bench.time_to_loss --limit_seconds nan => limit_seconds=nan: give a number above 0
 bench.time_to_loss --seeds 1 1 => seeds=1 1: give one or more, each once
-bench.time_to_loss --workers 1 => workers=1: a single worker has no link
-bench.time_to_loss --step_ms -1 => step_ms=-1.0: give 0 or more
+bench.time_to_loss --workers 1 => workers=1, per_node=1: give two or more whole nodes
+bench.time_to_loss --step_ms -1 => step_ms=-1.0: give a number, 0 or more
 bench.time_to_loss --methods local:share=2 => 'local:share=2' has 'share=2'; give a number between 0 and 1
 bench.time_to_loss --methods ddp:cap=0 => 'ddp:cap=0' has 'cap=0'; give MiB, above 0
 bench.time_to_loss --methods ddp:accumulate=1.5 => give a whole number of micro-batches
 bench.time_to_loss --methods co2:nodes=x => give a whole number of ranks
+bench.time_to_loss --methods co2:nodes=3 => 'co2:nodes=3' has nodes that do not divide 4 workers
+bench.time_to_loss --methods local:tau=x => 'x'
+bench.time_to_loss --methods local:tau= => method 'local:tau=' has 'tau=': give each option once, with a value
 bench.time_to_loss --methods local:beta=1 => 'local:beta=1' has 'beta=1'; give one of compression, tau, lr
 bench.time_to_loss --throttle --out FOLDER => holds a measurement: choose another --out
 """
@@ -90,20 +105,19 @@ bench.time_to_loss --throttle --out FOLDER => holds a measurement: choose anothe
 def test_a_mistake_is_one_line(mistake: Mistakes, tmp_path: Path, case: str):
     """Within a command's own process; nothing is measured, nor written."""
     command, said = case.split(" => ")
-    (tmp_path / "time_to_loss.json").write_text("{}")
+    for name in ("time_to_loss.json", "gpu.json"):
+        (tmp_path / name).write_text("[1]")
     module, *arguments = command.replace("FOLDER", f"{tmp_path}").split()
     message = mistake(module, *arguments)
     assert message.startswith("error: ") and said in message and message.count("\n") == 1, message
 
 
-@pytest.mark.parametrize("module", ["results.pages", "bench.cluster.etcd"])
-def test_a_command_prints_help_and_refuses_unknown_options(module: str, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+@pytest.mark.parametrize("module", ["results.pages", "bench.cluster.etcd", "bench.regimes"])
+def test_a_command_prints_help(module: str, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.setattr(Path, "write_text", lambda *_: pytest.fail("it wrote a file"))
-    for option, status, said in (("--help", 0, f"usage: python -m {module}"), ("--draw", 2, "--draw")):
-        with pytest.raises(SystemExit) as ended:
-            run_script(module, option)
-        printed = capsys.readouterr()
-        assert ended.value.code == status and said in printed.out + printed.err
+    with pytest.raises(SystemExit) as ended:
+        run_script(module, "--help")
+    assert ended.value.code == 0 and f"usage: python -m {module}" in capsys.readouterr().out
 
 
 # -- metrics of a run, and the kernel's counters ----------------------------------------------------------------------

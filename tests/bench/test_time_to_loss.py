@@ -29,10 +29,9 @@ from bench.time_to_loss import (
     TimeToLoss,
     compare,
     limits,
-    of_ddp,
+    number_of,
     options_of,
     outcome,
-    share_of,
     trajectory,
 )
 from core.stats import RoundStats
@@ -48,15 +47,15 @@ def lines(*losses: float, seconds: float = 2.0, **more: Any) -> list[dict[str, A
     return [{"step": 6 * i, "seconds": seconds * i, "loss": loss} | more for i, loss in enumerate(losses)]
 
 
-def of(run: dict[str, Any], others: list[dict[str, Any]] = []) -> dict[str, Any]:  # noqa: B006
+def of(run: dict[str, Any]) -> dict[str, Any]:
     run = {"task": "vision", "method": "co2", "seed": 0, "ended": "not reached", "reason": "", **run}
-    return outcome(TimeToLoss(target=0.9), run, [*others, run])
+    return outcome(TimeToLoss(target=0.9), run)
 
 
 def test_the_first_evaluation_at_the_target_counts_else_the_runs_end():
     found = of({"trajectory": lines(2.3, 1.5, 0.9, 0.7, exposed_seconds=1.0, tau=4)})
     assert [found[k] for k in ("status", "seconds", "steps", "loss", "tau")] == ["reached", 4.0, 12, 0.9, 4]
-    assert found["exposed_share"] == 0.25
+    assert found["exposed_share"] == 0.25 and of({"trajectory": lines(2.3, 0.9)})["exposed_share"] is None
     short = {"trajectory": lines(2.3, 1.5, exposed_seconds=0.5)}
     found = of(short)
     assert [found[k] for k in ("status", "seconds", "loss")] == ["not reached", 2.0, 1.5]
@@ -65,14 +64,6 @@ def test_the_first_evaluation_at_the_target_counts_else_the_runs_end():
     failed = of({"trajectory": [], "ended": "failed", "reason": "rank 1: gone"})
     assert (failed["status"], failed["steps"], failed["loss"]) == ("failed", 0, None)
     assert of({"trajectory": lines(2.3, math.nan)})["status"] == "not reached"
-
-
-def test_the_exposed_share_is_what_the_run_without_communication_did_not_need():
-    free = {"task": "vision", "method": "none", "seed": 0, "trajectory": lines(2.3, 1.5, 1.2, seconds=1.5)}
-    run = {"trajectory": lines(2.3, 1.5, 0.9, exposed_seconds=0.1)}
-    assert of(run, others=[free])["exposed_share"] == 0.25
-    assert of(run, others=[free | {"seed": 1}])["exposed_share"] == pytest.approx(0.1 / 4.0)
-    assert of({"trajectory": lines(2.3, 0.9)})["exposed_share"] is None  # another package's
 
 
 def test_what_hiding_can_be_worth_at_most():
@@ -85,7 +76,7 @@ def test_what_hiding_can_be_worth_at_most():
 
 
 def test_a_blocking_methods_tau_from_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch):
-    assert share_of("local:compression=int4,share=0.1") == 0.1 and share_of("local:tau=3") is None
+    assert number_of("local:compression=int4,share=0.1", "share") == 0.1 and number_of("local:tau=3", "share") is None
     assert options_of("diloco:share=0.1,tau=3") == options_of("diloco:tau=3")
     monkeypatch.setattr(dist, "all_reduce", lambda times, op: times.mul_(2))  # the slowest worker's
     method: Any = SimpleNamespace(stats=RoundStats(step_seconds=0.1, exposed_seconds=0.4))
@@ -140,9 +131,9 @@ def test_a_noisy_loss_is_a_mean_of_evaluations():
     o, losses = TimeToLoss(tasks=("cifar10",)), [1.9, 1.6, 1.8, 1.8, 1.8, 1.7, 1.6, 1.6]
     lines = [{"step": 4 * at, "seconds": float(at), "loss": loss} for at, loss in enumerate(losses)]
     run = {"task": "cifar10", "method": "ddp", "seed": 0, "trajectory": lines, "ended": "not reached"}
-    assert (outcome(o, run, [])["status"], outcome(o, run, [])["seconds"]) == ("reached", 7.0), "not 1.0"
-    assert outcome(o, run, [], late=True)["status"] == "not reached"
-    short = outcome(o, run | {"trajectory": lines[:3]}, [])
+    assert (outcome(o, run)["status"], outcome(o, run)["seconds"]) == ("reached", 7.0), "not 1.0"
+    assert outcome(o, run, late=True)["status"] == "not reached"
+    short = outcome(o, run | {"trajectory": lines[:3]})
     assert (short["status"], short["seconds"]) == ("not reached", 2.0), "fewer than five evaluations"
 
 
@@ -177,12 +168,9 @@ def test_a_method_may_have_other_settings():
     recipe = parsed("local:tau=12,compression=int4,lr=0.2")
     assert (recipe.co2.tau, recipe.co2.compression.format, recipe.optim.lr) == (12, "int4", 0.2)
     assert parsed("torchft_streaming:tau=24").co2.tau == 24
-    compression = parsed("co2_auto:compression=lgreco,like=rank4,first=3,every=10").co2.compression
-    lgreco = compression.lgreco
-    assert (compression.format, compression.like, lgreco.first, lgreco.every) == ("lgreco", "rank4", 3, 10)
-    own = "ddp:compression=lgreco,like=int4,rule=uniform,cap=0.25,accumulate=4"
-    assert parsed(own).ddp_compression.lgreco.rule == "uniform"
-    assert (of_ddp(own, "cap"), of_ddp(own, "accumulate"), of_ddp("ddp", "cap")) == (0.25, 4, None)
+    own = "ddp:compression=int4,cap=0.25,accumulate=4"
+    assert parsed(own).ddp_compression.format == "int4"
+    assert [number_of(own, key) for key in ("cap", "accumulate", "nodes")] == [0.25, 4, None]
 
 
 # -- a run of made-up ranks ---------------------------------------------------------------------------------------
@@ -321,13 +309,13 @@ def test_the_loop_against_two_workers_by_hand(tmp_path: Path):
     runs, said = small(
         tmp_path,
         *options,
-        "none",
+        "local:tau=100",
         "local:tau=4",
         "local:share=0.05",
         "torch_powersgd_rank4",
         "ddp:accumulate=2,cap=0.5",
     )
-    for method, every in (("none", 0), ("local:tau=4", 4)):
+    for method, every in (("local:tau=100", 0), ("local:tau=4", 4)):
         losses = [line["loss"] for line in runs[method]["trajectory"]]
         assert losses[:7] == pytest.approx(two_workers_by_hand(every, 12), rel=1e-3)
         assert len(losses) == 122 and runs[method]["ended"] == "not reached"
@@ -345,10 +333,10 @@ def test_the_loop_against_two_workers_by_hand(tmp_path: Path):
 def test_own_methods_and_other_packages_in_namespaces(tmp_path: Path):
     """Bytes are those of the interface: with headers, above the model's in every round. Steps are paced."""
     options = ["--rates", "100", "--step_ms", "10", "--limit_seconds", "40"]
-    runs, said = small(tmp_path, *options, "--methods", "co2", "local:tau=12", "torch_powersgd_rank4", "none")
+    runs, said = small(tmp_path, *options, "--methods", "co2", "local:tau=12", "torch_powersgd_rank4")
     assert all(run["trajectory"][-1]["step"] == 242 for run in runs.values()), said
     first, last = (runs["local:tau=12"]["trajectory"][i] for i in (0, -1))
     assert first["bytes_sent"] == 0 and last["rounds"] == 21
     assert 21 * 4 * 282_378 < last["bytes_sent"] < 1.1 * 21 * 4 * 282_378
-    assert runs["none"]["trajectory"][-1]["seconds"] > 242 * 0.01
+    assert last["seconds"] > 242 * 0.01
     assert "| torch_powersgd_rank4 | reached |  | 1 |" in said

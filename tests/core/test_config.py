@@ -1,9 +1,13 @@
 """A bad setting gives one line that names the value and the remedy."""
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,3 +231,43 @@ def test_bad_settings_and_what_is_of_another_kind_are_refused(case: Any):
     make, *parts = case
     text = refusal(make)
     assert all(part in text for part in parts), text
+
+
+# -- a mistake that nobody catches ------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, threading
+import torch.distributed as dist
+from core import CO2Config
+
+def bug():
+    raise KeyError("a bug")
+
+def mistake():
+    CO2Config(tau=0)
+
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+for act in (bug, mistake):
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+mistake()
+"""
+
+
+@pytest.mark.parametrize(
+    "how", ["plain", *(pytest.param(how, marks=pytest.mark.slow) for how in ("asked", "torchrun"))]
+)
+def test_an_uncaught_mistake_is_one_line_of_the_users_script(how: str, tmp_path: Path):
+    """In a thread, and at the end. A bug keeps its traceback, and CO2_TRACEBACK brings back the others."""
+    (script := tmp_path / "script.py").write_text(SCRIPT)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+    env |= {"CO2_TRACEBACK": "1"} if how == "asked" else {}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"] if how == "torchrun" else []
+    done = subprocess.run([sys.executable, *launcher, script], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr, done.stderr
+    said = [line for line in done.stderr.splitlines() if "error: tau=0: " in line]
+    assert len(said) == (0 if how == "asked" else 2), done.stderr
+    assert all(line.endswith(f" ({script}, line 10)") for line in said), said
+    assert done.stderr.count(f'File "{script}", line 10') == (2 if how == "asked" else 0), done.stderr

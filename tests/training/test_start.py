@@ -92,7 +92,8 @@ def test_a_worker_whose_option_is_bad_ends_all(bad: int, tmp_path: Path):
     options[bad] = ["--optim.lr", "inf"]
     codes, said, seconds = start(tmp_path, *options)
     assert codes == [2, 2] and seconds < 45
-    assert f"error: rank {bad} cannot start: its options are refused, toy --optim.lr inf\n" == said[1 - bad]
+    mistake = "optim lr=inf: give a learning rate above 0 and below 10000\n"
+    assert said[bad] == f"error: {mistake}" and said[1 - bad] == f"error: rank {bad} cannot start: {mistake}"
     assert "Traceback" not in said[bad]
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
-import tyro
-
 from core.errors import UserError
 from training.data.files import paths_from_home
 from training.layout import Layout
@@ -30,6 +28,7 @@ from training.plan.case import (
     presets,
 )
 from training.plan.search import ALIKE, GB, Plan, listed, notes, plan
+from training.start.script import parse_options
 
 TEN, WIDTH = 10, 120
 COLUMNS = "{:>2} {:<28} {:<13} {:<24} {:>6} {:>8} {:>10} {:>6} {:>6} {:>7}"
@@ -217,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[:1] == ["methods"]:
         methods.main(argv[1:])
         return
-    options = tyro.cli(Options, prog="python -m training.plan", args=argv, use_underscores=True)
+    options = parse_options(Options, prog="python -m training.plan", args=argv, use_underscores=True)
     options = paths_from_home(options)
     options.check()
     named = Layout.parse(options.layout) if options.layout else None

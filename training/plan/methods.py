@@ -13,13 +13,12 @@ an all-reduce of A seconds:
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import tyro
-
 from core.config import CO2Config
 from core.doctor.report import choose
 from core.errors import UserError
 from training.plan.case import BITS, FORMATS, GREATEST, SMALLEST, collective
 from training.plan.time import last_bucket, under_backward
+from training.start.script import parse_options
 
 BLOCKING, HIDDEN, RECOMMENDED = ("local", "slowmo", "diloco"), ("overlap_local", "co2"), "co2 recommended"
 METHODS = ("ddp", *BLOCKING, *HIDDEN, RECOMMENDED)
@@ -133,6 +132,7 @@ def table(work: Work) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    work = tyro.cli(Work, prog="python -m training.plan methods", args=argv, use_underscores=True)
+    work = parse_options(Work, prog="python -m training.plan methods", args=argv, use_underscores=True)
     work.check()
-    print("\n".join(table(work)))
+    print("
+".join(table(work)))

@@ -1,11 +1,13 @@
-"""How a script ends. A user's mistake, a full disk or too little memory ends in one line, without a traceback. A signal
-to any worker ends the run of all workers, which then save and can be resumed. A lost output ends no run.
+"""How a script reads its options, and how it ends. A user's mistake, a full disk or too little memory ends in one line,
+without a traceback. A signal to any worker ends the run of all workers, which then save and can be resumed. A lost
+output ends no run.
 """
 
 import contextlib
 import errno
 import functools
 import hashlib
+import io
 import json
 import os
 import re
@@ -16,16 +18,64 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from core import UserError
 from core.errors import CollectiveError, DivergedError
-from training.start.workers import refuse, world_size
+from training.start.workers import rank, refuse, world_size
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # to stop
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 OF_MEMORY = re.compile("out of memory|alloc(ate memory|_failed)|bad_alloc|could not (create|execute) a primitive(?! d)")
 OF_A_PATH = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM, errno.EEXIST)
+
+
+def parse_options(kind: Callable[..., T], **how: Any) -> T:
+    """Returns what tyro.cli makes of the command line. On other ranks than 0, --help prints nothing.
+
+    Args:
+        kind: A dataclass, or a function that does the work of the command and is called with its options.
+        how: See tyro.cli.
+
+    Raises:
+        UserError: tyro's complaint in one line, in place of its box.
+    """
+    import tyro  # here, because a launcher does not need it
+
+    @functools.wraps(kind)
+    def later(*args: Any, **kwargs: Any) -> Any:
+        return functools.partial(kind, *args, **kwargs)
+
+    asked: Any = kind if isinstance(kind, type) else later
+    said, shown = io.StringIO(), sys.stdout if rank() == 0 else io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
+            found = tyro.cli(asked, **how)
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        raise UserError(_complaint(lambda: tyro.cli(asked, **how))) from None
+    sys.stderr.write(said.getvalue())  # warnings
+    return found if asked is kind else found()
+
+
+def _complaint(refuse_options: Callable[[], object]) -> str:
+    """Returns the words of the box that tyro prints."""
+    columns, said = os.environ.get("COLUMNS", ""), io.StringIO()
+    os.environ["COLUMNS"] = "9999"  # for a box that breaks no line
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        refuse_options()
+    os.environ["COLUMNS"] = columns  # "": as wide as the terminal
+    text = re.sub("\x1b\\[[0-9;]*m", "", said.getvalue())  # without colors
+    text = "\n".join(re.sub("^│ | *│$", "", line) for line in text.splitlines() if line[:1] not in "╭╰")  # and frame
+    first, *rest = re.split("\n─+\n", text.partition("For full helptext")[0])
+    words, near = " ".join(first.split()), re.findall("(?m)^ {4}(--[^ ,]+)", "\n".join(rest))
+    if own := re.match("Error parsing [^-].*?: (.*)", words):  # of a dataclass, which tyro names
+        return own[1]
+    near = near if "nrecognized" in words else []
+    return words + f"; did you mean {', '.join(near)}?" * bool(near) + " (--help lists the options)"
 
 
 def launch(main: Callable[[], None]) -> None:
@@ -54,9 +104,7 @@ def launch(main: Callable[[], None]) -> None:
         remedy = "make room or choose another --out" if error.errno in OF_THE_DISK else "give another file or folder"
         _fail(f"{error.filename or 'the run folder'}: {error.strerror}; {remedy}")
     except SystemExit as stop:
-        if stop.code:
-            refuse(f"its options are refused, {' '.join(sys.argv[1:])}")
-        else:
+        if not stop.code:
             _check_output()
         raise
     except KeyboardInterrupt:

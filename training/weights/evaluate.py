@@ -22,6 +22,7 @@ from training.folder.run_folder import table
 from training.folder.settings import settings
 from training.loop.progress import Progress
 from training.recipe import Recipe
+from training.start.script import parse_options
 from training.start.workers import join, pick_device, rank, tune, world_size
 from training.weights.read import load_weights, read_config, read_recipe
 
@@ -59,7 +60,7 @@ class Evaluation(Progress):
 
 def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
     """Runs the command `prog` of the task with these recipes."""
-    given = paths_from_home(tyro.cli(EvaluateOptions, prog=prog, console_outputs=rank() == 0))
+    given = paths_from_home(parse_options(EvaluateOptions, prog=prog))
     recipe = read_recipe(given.run, kind)
     if given.out and rank() == 0:
         _check_file(given.out)

@@ -20,6 +20,7 @@ from core.checkpoint.stored import reason
 from core.errors import UserError
 from training.data.files import paths_from_home, share
 from training.recipe import Recipe
+from training.start.script import parse_options
 from training.weights.read import Weights, load_weights, read_names, read_recipe, read_weights
 
 R = TypeVar("R", bound=Recipe)
@@ -69,7 +70,7 @@ class Graph(nn.Module):
 
 def export_run(task: Exporter[R], prog: str) -> None:
     """Runs the command."""
-    given = paths_from_home(tyro.cli(ExportOptions, prog=prog))
+    given = paths_from_home(parse_options(ExportOptions, prog=prog))
     recipe = read_recipe(given.run, task.kind)
     model = task.build(recipe, lambda like: read_weights(given.run, like, "run")).eval()
     load_weights(model, given.run, "run")
