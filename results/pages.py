@@ -660,20 +660,14 @@ def tau_and_gap() -> Cells:
     return lines
 
 
-@table(lambda: " | ".join(("setting", *dict.fromkeys(row["placement"] for row in load("grid.json")["rows"]))))
-def grid() -> Cells:
-    """CO2's settings by the places where they train; a number says why CO2 refuses a cell."""
-    numbers = {why: f"no ({number})" for number, (why,) in refusals().items()} | {"": "yes"}
-    lines: dict[str, list[str]] = {}
-    for row in load("grid.json")["rows"]:  # place after place
-        lines.setdefault(row["setting"], []).append(numbers[row["refused"]])
-    return {**lines}
-
-
-@table("no | CO2's line")
+@table("setting and places | CO2's line")
 def refusals() -> Cells:
-    lines = dict.fromkeys(row["refused"] for row in load("grid.json")["rows"] if row["refused"])
-    return {str(number): (why,) for number, why in enumerate(lines, 1)}
+    """The cells of the grid that CO2 refuses."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for row in load("grid.json")["rows"]:
+        if row["refused"]:
+            places.setdefault((row["setting"], row["refused"]), []).append(row["placement"])
+    return {f"{setting}: {', '.join(where)}": (why,) for (setting, why), where in places.items()}
 
 
 if __name__ == "__main__":
