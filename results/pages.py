@@ -19,7 +19,6 @@ from bench.report import TUNING_SEED, holm, mean_ratio
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
 from bench.time_to_loss import TimeToLoss, outcome, ratio_of
-from training.plan.methods import Work
 
 RESULTS = Path(__file__).parent
 DOCS = ("docs/from_ddp.md", "docs/choosing.md")
@@ -395,19 +394,15 @@ def nodes_text() -> Cells:
 
 
 GPUS = {"H100": 989e12, "A100": 312e12, "RTX 4090": 165e12}  # peak FLOP/s in bfloat16, dense, as their makers say
-UTILIZATION, OF_NODE, NODES = 0.4, 8, 16  # of the peak; GPUs of a node
+UTILIZATION = 0.4  # of the peak
 
 
 @table("8 GPUs a node, tokens of a GPU | 25 Gbit/s | 50 Gbit/s | 100 Gbit/s | 400 Gbit/s")
 def rule() -> Cells:
-    """r = 64 F / (6 T B), calculated, and behind it the planner's r for two sizes of a model."""
+    """r = 64 F / (6 T B), calculated."""
 
     def cell(peak: float, tokens: int, gbit: int) -> str:
-        flops, planned = OF_NODE * UTILIZATION * peak, []
-        for parameters in (1e9, 7e9):
-            step = 6 * parameters * OF_NODE * tokens / flops
-            planned.append(f"{Work(parameters, step, gbit * 1e9 / 8).allreduce(NODES) / step:.2g}")
-        return f"{64 * flops / (6 * OF_NODE * tokens * gbit * 1e9):.2g} ({', '.join(planned)})"
+        return f"{64 * UTILIZATION * peak / (6 * tokens * gbit * 1e9):.2g}"
 
     places = itertools.product(GPUS, (8192, 32768))
     return {f"{gpu}, {t:,}": [cell(GPUS[gpu], t, gbit) for gbit in (25, 50, 100, 400)] for gpu, t in places}
