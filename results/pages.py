@@ -655,15 +655,5 @@ def tau_and_gap() -> Cells:
     return lines
 
 
-@table("setting and places | CO2's line")
-def refusals() -> Cells:
-    """The cells of the grid that CO2 refuses."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for row in load("grid.json")["rows"]:
-        if row["refused"]:
-            places.setdefault((row["setting"], row["refused"]), []).append(row["placement"])
-    return {f"{setting}: {', '.join(where)}": (why,) for (setting, why), where in places.items()}
-
-
 if __name__ == "__main__":
     main()
