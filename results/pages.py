@@ -397,15 +397,12 @@ GPUS = {"H100": 989e12, "A100": 312e12, "RTX 4090": 165e12}  # peak FLOP/s in bf
 UTILIZATION = 0.4  # of the peak
 
 
-@table("8 GPUs a node, tokens of a GPU | 25 Gbit/s | 50 Gbit/s | 100 Gbit/s | 400 Gbit/s")
+@table("8 GPUs a node, 8,192 tokens each | 25 Gbit/s | 50 Gbit/s | 100 Gbit/s | 400 Gbit/s")
 def rule() -> Cells:
     """r = 64 F / (6 T B), calculated."""
 
-    def cell(peak: float, tokens: int, gbit: int) -> str:
-        return f"{64 * UTILIZATION * peak / (6 * tokens * gbit * 1e9):.2g}"
-
-    places = itertools.product(GPUS, (8192, 32768))
-    return {f"{gpu}, {t:,}": [cell(GPUS[gpu], t, gbit) for gbit in (25, 50, 100, 400)] for gpu, t in places}
+    share, rates = 64 * UTILIZATION / (6 * 8192), (25, 50, 100, 400)
+    return {gpu: [f"{share * peak / (gbit * 1e9):.2g}" for gbit in rates] for gpu, peak in GPUS.items()}
 
 
 # -- loss at equal samples ------------------------------------------------------------------------------------------
