@@ -294,7 +294,7 @@ def regime_costs() -> Cells:
     return {task: [cells.get(task, "not run") for cells in found] for task in regimes.RATES}
 
 
-# -- DDP, and r without a measurement ---------------------------------------------------------------------------------
+# -- DDP, fragments, nodes --------------------------------------------------------------------------------------------
 
 OVERLAPPED = {  # in results/paired/ddp_*.json
     "ddp:cap=1000": "DDP, one bucket",
@@ -391,18 +391,6 @@ def nodes_text() -> Cells:
         return f"{seconds} ({steps})" if reached == len(runs) else f"> {seconds} ({reached} of {len(runs)})"
 
     return by_link("paired/nodes_text.json", NODES_OF_TEXT, (10, 40), cell)
-
-
-GPUS = {"H100": 989e12, "A100": 312e12, "RTX 4090": 165e12}  # peak FLOP/s in bfloat16, dense, as their makers say
-UTILIZATION = 0.4  # of the peak
-
-
-@table("8 GPUs a node, 8,192 tokens each | 25 Gbit/s | 50 Gbit/s | 100 Gbit/s | 400 Gbit/s")
-def rule() -> Cells:
-    """r = 64 F / (6 T B), calculated."""
-
-    share, rates = 64 * UTILIZATION / (6 * 8192), (25, 50, 100, 400)
-    return {gpu: [f"{share * peak / (gbit * 1e9):.2g}" for gbit in rates] for gpu, peak in GPUS.items()}
 
 
 # -- loss at equal samples ------------------------------------------------------------------------------------------
