@@ -635,18 +635,13 @@ def tau_and_gap() -> Cells:
 
 @table(lambda: " | ".join(("setting", *dict.fromkeys(row["placement"] for row in load("grid.json")["rows"]))))
 def grid() -> Cells:
-    """CO2's settings by the places where they train; a number says why CO2 refuses a cell."""
-    numbers = {why: f"no ({number})" for number, (why,) in refusals().items()} | {"": "yes"}
-    lines: dict[str, list[str]] = {}
+    """CO2's settings by the places where they train. Settings that train in the same places share a line."""
+    answers, lines = dict[str, list[str]](), dict[Sequence[str], list[str]]()
     for row in load("grid.json")["rows"]:  # place after place
-        lines.setdefault(row["setting"], []).append(numbers[row["refused"]])
-    return {**lines}
-
-
-@table("no | CO2's line")
-def refusals() -> Cells:
-    lines = dict.fromkeys(row["refused"] for row in load("grid.json")["rows"] if row["refused"])
-    return {str(number): (why,) for number, why in enumerate(lines, 1)}
+        answers.setdefault(row["setting"], []).append("no" if row["refused"] else "yes")
+    for setting, cells in answers.items():
+        lines.setdefault((*cells,), []).append(setting)
+    return {", ".join(settings): cells for cells, settings in lines.items()}
 
 
 if __name__ == "__main__":

@@ -498,8 +498,7 @@ def test_another_number_of_nodes_goes_on_in_flight(tmp_path: Path, nodes: int, n
             before = torch.arange(nodes) % 2
             ranks = torch.arange(2 * nodes).view(nodes, 2, 1)
             ref.x, ref.base, ref.excluded = ref.x[before], ref.base[before], ref.excluded[before]
-            for sent in ref.in_flight:
-                sent.own = sent.own[before]
+            ref.in_flight = [(tau, own[before], delta) for tau, own, delta in ref.in_flight]
         ref.x.sub_(LR * gradient(ref.x[:, None], ranks.to(x), step).mean(1))
         go(ref, name)
         seen.append(ref.x.clone())
