@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -52,18 +51,6 @@ def on_worker(rank: int, world_size: int, folder: Path, *options: str) -> str:
     return out.getvalue()
 
 
-JOBS = {method: {method: {"method": method, "epochs": 4, "eval_every": 3}} for method in ("ddp", "co2")}
-SEEDS = {name: {"epochs": 1, "batch_size": 128, "seed": seed} for name, seed in (("a", 0), ("b", 0), ("c", 1))}
-
-
-def train_all(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """What most of the tests look at, by one start of the processes."""
-    return {
-        "losses": train_in_process(rank, world_size, folder, JOBS["ddp"] | SEEDS),
-        "auto": with_auto(rank, world_size, f"{folder}/auto"),
-    }
-
-
 def with_auto(rank: int, world_size: int, folder: str) -> str:
     """What the script says of a run that chooses tau, over a slow link, and is traced."""
     options = ("--epochs", "3", "--co2.tau", "auto", "--co2.tau_max", "8", "--link_mbit", "200", "--trace")
@@ -84,12 +71,6 @@ def tell_fixed_times(tell: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> list[dict[str, Any]]:
-    """By worker."""
-    return run_distributed(train_all, 2, str(folder), timeout=300)
-
-
 def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[str, ...]) -> None:
     for method in methods:
         assert losses[method][-1] < losses[method][0] / 3, method
@@ -101,7 +82,8 @@ def check_learning(folder: Path, losses: dict[str, list[float]], methods: tuple[
 
 
 def test_two_workers_learn(tmp_path: Path):
-    losses = run_distributed(train_in_process, 2, str(tmp_path), JOBS["co2"], timeout=300)[0]
+    jobs = {"co2": {"method": "co2", "epochs": 4, "eval_every": 3}}
+    losses = run_distributed(train_in_process, 2, str(tmp_path), jobs, timeout=300)[0]
     check_learning(tmp_path, losses, ("co2",))
 
 
@@ -112,15 +94,9 @@ def test_each_method_learns_on_two_workers(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_another_method_learns_and_equal_seeds_give_equal_runs(folder: Path, trained: list[dict[str, Any]]):
-    losses = trained[0]["losses"]
-    check_learning(folder, losses, ("ddp",))
-    assert losses["a"] == losses["b"] != losses["c"]
-
-
-@pytest.mark.slow
-def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(folder: Path, trained: list[dict[str, Any]]):
-    folder, text = folder / "auto", trained[0]["auto"]
+def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(tmp_path: Path):
+    folder = tmp_path
+    text = run_distributed(with_auto, 2, str(folder), timeout=300)[0]
     decisions, taus = logged(folder, "tau"), logged(folder, "round/tau")
     assert decisions and decisions[0].startswith("tau 2 -> ") and decisions[0] in text
     assert taus[0] == 2 and taus[-1] == 7
