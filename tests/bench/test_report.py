@@ -62,7 +62,6 @@ bench.loss --device cuda => device=cuda: this torch finds no CUDA device
 bench.loss --methods co2:merge=half => merge='half'; choose among restart, keep_local
 bench.loss --methods co2:beta=x => beta='x'; give a number, 0 or more
 bench.loss --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or more
-bench.loss --methods co2:nesterov=1 => nesterov='1'; choose among true, false
 bench.loss --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
 bench.loss --methods fragments:delay=2 --tau 12 => fragments=8, delay=2: give 1 or more, and a product of at most tau=12
 bench.loss --methods co2:beta=0|0.1|0.2 --configurations 2 => make 3 configurations; allow as many
@@ -73,7 +72,6 @@ bench.regimes --seeds 0 1 => seeds=0 1: an interval needs 3 or more
 bench.regimes --codec -1 => codec=-1.0: give a number, 0 or more
 bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist; choose among none, ddp
 bench.time_to_loss --rates 10 0 => rates=0.0: give a number above 0
-bench.time_to_loss --limit_seconds nan => limit_seconds=nan: give a number above 0
 bench.time_to_loss --seeds 1 1 => seeds=1 1: give one or more, each once
 bench.time_to_loss --workers 1 => workers=1: a single worker has no link
 bench.time_to_loss --step_ms -1 => step_ms=-1.0: give 0 or more
