@@ -59,7 +59,7 @@ def cases() -> dict[str, dict[str, Any]]:
         "fragments, int4, auto": {"co2": parts | int4 | {"delay": "auto"}, "at_once": True},
         "fragments, two to a node": {"co2": parts | {"outer_momentum": 0.3}, "per_node": 2},
         "int8, error feedback": {"co2": {"compression": ("int8", {}, {})}},
-        "int4, error feedback, keep": {"co2": late | int4},
+        "int4, error feedback, keep": {"co2": late | {"compression": ("int4", {}, {})}},
         "int4, no error feedback": {"co2": {"compression": ("int4", {"error_feedback": False}, {})}},
         "bfloat16 wire, batch norm": {"co2": {"compression": ("bfloat16", {}, {})}, "batch_norm": True},
         "lgreco": {"co2": lgreco},
