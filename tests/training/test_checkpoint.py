@@ -5,7 +5,6 @@ import io
 import json
 import os
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from torch import nn
 from core import CO2Config, UserError
 from core.checkpoint import runs as checkpoint
 from core.checkpoint import stored
-from core.testing import _context, run_distributed
+from core.testing import run_distributed
 from tests.damages import changed, forbid, names, signed
 from tests.runs import Loop
 from training.loop.run import Run
@@ -273,41 +272,6 @@ def test_what_workers_share_is_written_once(tmp_path: Path):
     }
 
 
-WHERE: dict[str, tuple[Any, str, int]] = {  # attempt -> what the worker is killed in, and which
-    "a": (stored, "write", 0),  # the workers know what they have
-    "b": (torch, "save", 1),  # writing its file
-    "c": (checkpoint, "publish", 0),
-    "d": (checkpoint, "tidy", 0),  # the new one is complete, the old ones are about to go
-}
-
-
-def killed(rank: int, world_size: int, folder: str, attempt: str) -> None:
-    """A worker is killed while it writes the second checkpoint."""
-    place = {"rank": rank, "world_size": world_size, "attempt": f"{ord(attempt)}-{attempt}", "by": attempt}
-    if attempt == "a":
-        save(Path(folder), 1, **place)
-    module, name, who = WHERE[attempt]
-    if rank == who:
-        setattr(module, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(RuntimeError):  # the other's connection breaks
-        save(Path(folder), 2, **place)
-
-
-def attempts(rank: int, world_size: int, folder: str) -> tuple[int, str]:
-    found = checkpoint.load_newest(Path(folder), rank=rank)
-    assert found is not None
-    return found[0]["step"], found[0]["by"]
-
-
-@pytest.mark.parametrize("places", ["a", pytest.param("abc", marks=pytest.mark.slow)])
-def test_a_checkpoint_is_of_one_attempt_wherever_a_worker_is_killed(places: str, tmp_path: Path):
-    for attempt in places:
-        run_distributed(killed, 2, str(tmp_path), attempt, expect_death=(0, 1))
-    assert run_distributed(attempts, 2, str(tmp_path)) == [(1, "a")] * 2
-    run_distributed(killed, 2, str(tmp_path), "d", expect_death=(0, 1))
-    assert run_distributed(attempts, 2, str(tmp_path)) == [(2, "d")] * 2
-
-
 def on_a_full_disk(rank: int, world_size: int, folder: str) -> str:
     save(Path(folder), 1, rank=rank, world_size=world_size)
     if rank == 1:
@@ -352,36 +316,3 @@ def test_a_train_script_goes_on_from_the_one_before_if_a_part_is_missing(part: s
     changed(lambda state: state.pop(part))(tmp_path / "checkpoints/step000000008/rank0.pt")
     assert train(tmp_path, True, 4) == 4
     assert f"step000000008 is refused (rank 0: it holds no {part}: resume with what wrote it)" in capfd.readouterr().err
-
-
-def old_job(folder: Path, pipe: Any) -> None:
-    """A train script that is stopped before step 9 and woken later."""
-
-    def stopped() -> None:
-        if loop.run.step == 8:
-            pipe.send("asleep")
-            pipe.recv()
-
-    with pytest.raises(UserError) as caught, Run(Toy(out=folder, recommended=False)) as run:
-        loop = Loop(run, nn.Linear(4, 1), 12)
-        for _ in range(12):
-            stopped()
-            if loop.step(loop.wrapped(torch.ones(1, 4)).square().mean()).checkpoint:
-                run.save()
-        run.end({})
-    pipe.send(str(caught.value))
-
-
-def test_a_woken_train_script_leaves_the_checkpoints_of_the_run_in_its_place_alone(tmp_path: Path):
-    """After its lock file was removed, as the message advises where its machine is gone."""
-    ours, theirs = _context().Pipe()
-    job = _context().Process(target=old_job, args=(tmp_path, theirs), daemon=True)
-    job.start()
-    assert ours.recv() == "asleep"
-    (tmp_path / ".lock").unlink()
-    assert train(tmp_path, True) in (4, 8)
-    before = {path: path.read_bytes() for path in tmp_path.glob("checkpoints/*/*")}
-    ours.send("wake up")
-    assert "is of another start of this run, which has taken this one's place: nothing is written" in ours.recv()
-    job.join()
-    assert {path: path.read_bytes() for path in tmp_path.glob("checkpoints/*/*")} == before
