@@ -3,12 +3,9 @@
 import atexit
 import gc
 import itertools
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,14 +193,6 @@ def test_complex_buffers_become_their_mean():
 
 # -- a script that ends without finish() ------------------------------------------------------------------------------
 
-SCRIPT = """
-import sys, torch.distributed as dist
-from tests.core.test_every_tensor import main
-rank, kind, file = int(sys.argv[1]), *sys.argv[2:]
-dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
-kept = main(kind)
-"""
-
 
 def main(kind: str) -> Any:
     net = nn.Linear(2, 1)
@@ -243,17 +232,3 @@ KINDS = *KINDS, ("raises", 0), ("finished", 0), ("saved", 0)
 def test_a_script_that_ends_without_finish_is_told_so_once(kind: str, warns: int):
     of_both = run_distributed(ends, 2, kind, expect_death=(0, 1))  # no barrier behind it: the group may be gone
     assert sum(map(len, of_both)) == warns, of_both
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "warns"), [("kept", 1), ("kept destroyed", 1), ("raises", 0)])
-def test_a_real_script_that_ends_without_finish_is_told_so_once(kind: str, warns: int, tmp_path: Path):
-    run = [sys.executable, "-c", SCRIPT]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
-    both = [
-        subprocess.Popen([*run, str(r), kind, str(tmp_path / "rendezvous")], env=env, stderr=subprocess.PIPE, text=True)
-        for r in range(2)
-    ]
-    told = "".join(p.communicate(timeout=120)[1] for p in both)
-    assert told.count("UserWarning: the script ends without") == warns, told
-    assert told.count("RuntimeError: of its own") == (2 if kind == "raises" else 0), told

@@ -51,18 +51,6 @@ def tail_alone(model, optimizer, co2, train):
             co2.step()
 
 
-def a_new_optimizer_of_other_parameters(model, optimizer, co2, train):
-    for step in range(12):
-        if step == 7:
-            model.load_state_dict(model.state_dict(), assign=True)
-            for p in model.parameters():
-                p.requires_grad_()
-            model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        train(optimizer)
-        co2.step()
-
-
 def a_layer_added(model, optimizer, co2, train):
     for step in range(12):
         if step == 7:
@@ -82,7 +70,6 @@ def unfrozen(model, optimizer, co2, train):
 WRONG = {
     never: "5 optimizer steps since the last round of CO2 are discarded",
     tail_alone: "5 optimizer steps since the last round of CO2 are discarded",
-    a_new_optimizer_of_other_parameters: "an optimizer trains",
     a_layer_added: "an optimizer trains 2 parameters that no method averages, the first of shape [2, 2]",
     unfrozen: "an optimizer trains 2 parameters that no method averages, the first of shape [4, 4]",
 }

@@ -310,17 +310,6 @@ def test_training_without_gradients_has_no_optimiser(tmp_path: Path):
     assert first == 4 and torch.equal(*ends)
 
 
-def test_a_damaged_one_is_refused_for_the_one_before(tmp_path: Path, capfd: Any):
-    loop = Loop(0)
-    for until in (3, 6):
-        loop.go(until)
-        loop.save(str(tmp_path))
-    (tmp_path / "step000000006" / "rank0.pt").unlink()
-    assert Loop(0).load(str(tmp_path)) == 3
-    said = capfd.readouterr().err
-    assert "step000000006 is refused (rank 0: rank0.pt is missing); going on from step000000003" in said
-
-
 def test_a_kill_between_the_names_of_two_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loop = Loop(0)
     loop.go(4)
