@@ -108,9 +108,10 @@ def test_the_tuned_folder_is_the_model_that_was_evaluated(folder: Path, tmp_path
 
 @pytest.mark.slow
 def test_text_is_learned_and_what_no_pattern_names_stays_as_it_was(more: Path):
-    found = summary(more / "text")
-    assert found["val_perplexity"] < 50 and found["val_bits_per_byte"] < logged(more / "text")[0]
-    before, after = weights(more / "model"), weights(more / "norms" / "model")
+    folder = more
+    found = summary(folder / "text")
+    assert found["val_perplexity"] < 50 and found["val_bits_per_byte"] < logged(folder / "text")[0]
+    before, after = weights(folder / "model"), weights(folder / "norms" / "model")
     assert {name for name in before if not torch.equal(before[name], after[name])} == {n for n in before if "ln_" in n}
 
 

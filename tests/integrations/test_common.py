@@ -14,9 +14,9 @@ import torch.distributed as dist
 from core import CO2, CO2Config, UserError
 from core.checkpoint.runs import random_state, set_random_state
 from core.integrations.common import check_mesh, load_own, save_own
+from core.testing import run_distributed
 from tests.imports import ROOT
-from tests.on_ranks import on_ranks, total_world_size
-from tests.problems import refusal, sgd_step
+from tests.problems import sgd_step
 
 ENDS = """
 import atexit, sys
@@ -29,35 +29,36 @@ leave_at_exit()
 """
 
 
-@on_ranks(2)
-def test_files_that_no_one_save_has_written_are_refused_by_all(rank: int, tmp_path: Path):
-    """A checkpoint as it was written is loaded. A kill may leave three others."""
+def loads(rank: int, folder: str, **parts: object) -> str:
+    try:
+        load_own("Test", folder, rank, **parts)
+        return ""
+    except UserError as error:
+        return str(error)
+
+
+def spoilt(rank: int, world_size: int, folder: str) -> list[str]:
+    """What each worker is told of a checkpoint as it was written, and of three that a kill may leave."""
     model = torch.nn.Linear(2, 2)
     co2 = CO2(model.parameters(), CO2Config(tau=2))
     for name, steps in (("old", 2), ("new", 3)):
         for step in range(steps):
             sgd_step(model.parameters(), rank, step)
             co2.step()
-        save_own(tmp_path / name, rank, co2=co2)
+        save_own(f"{folder}/{name}", rank, co2=co2)
     dist.barrier()
     if rank == 0:
         for name in ("lacks", "mixed", "damaged"):
-            shutil.copytree(tmp_path / "new", tmp_path / name)
-        (tmp_path / "lacks" / "rank1.pt").unlink()
-        shutil.copy(tmp_path / "old/rank1.pt", tmp_path / "mixed/rank1.pt")
-        (tmp_path / "damaged" / "rank1.pt").write_bytes(b"PK")
+            shutil.copytree(f"{folder}/new", f"{folder}/{name}")
+        Path(folder, "lacks", "rank1.pt").unlink()
+        shutil.copy(f"{folder}/old/rank1.pt", f"{folder}/mixed/rank1.pt")
+        Path(folder, "damaged", "rank1.pt").write_bytes(b"PK")
     dist.barrier()
-    load_own("Test", tmp_path / "new", rank, co2=co2)
-    for name, said, more in (
-        ("lacks", "lacks has 1 of 2 workers' files", {}),
-        ("mixed", "not of one checkpoint", {}),
-        ("damaged", "damaged/rank1.pt cannot be read", {}),
-        ("new", "holds no scaler", {"scaler": co2}),
-    ):
-        told = refusal(load_own, "Test", tmp_path / name, rank, co2=co2, **more)
-        assert said in told and total_world_size(told) == [told] * 2
+    told = [loads(rank, f"{folder}/{name}", co2=co2) for name in ("new", "lacks", "mixed", "damaged")]
+    told.append(loads(rank, f"{folder}/new", co2=co2, scaler=co2))
     co2.finish()
     co2.close()
+    return told
 
 
 def test_a_checkpoint_of_a_cpu_has_no_random_state_for_a_gpu():
@@ -135,10 +136,25 @@ def test_what_cannot_be_pickled_is_refused_with_its_path(tmp_path: Path):
         save_own(tmp_path, 0, weights_only=False, **parts("local"))
 
 
-@on_ranks(2)
-def test_an_object_on_one_worker_is_refused_by_all(rank: int, tmp_path: Path):
-    said = refusal(save_own, tmp_path, rank, **parts("schedule" if rank else "none"))
-    assert "Warmup" in said and total_world_size(said) == [said] * 2
+def unlike_workers(rank: int, world_size: int, folder: str) -> str:
+    with pytest.raises(UserError) as refusal:
+        save_own(folder, rank, **parts("schedule" if rank else "none"))
+    return str(refusal.value)
+
+
+def test_an_object_on_one_worker_is_refused_by_all(tmp_path: Path):
+    first, second = run_distributed(unlike_workers, 2, str(tmp_path))
+    assert first == second and "Warmup" in first
+
+
+def test_files_that_no_one_save_has_written_are_refused_by_all(tmp_path: Path):
+    first, second = run_distributed(spoilt, 2, str(tmp_path))
+    assert first == second
+    whole, lacks, mixed, damaged, other = first
+    assert not whole
+    assert "lacks has 1 of 2 workers' files" in lacks and "not of one checkpoint" in mixed
+    assert "damaged/rank1.pt cannot be read" in damaged and "holds no scaler" in other
+    assert all("\n" not in line for line in first)
 
 
 @pytest.mark.slow

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from core import CO2Config
+from core import CO2Config, UserError
 from core.testing import PRELOAD
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import ranks
 from tests.on_ranks import alike, on_ranks
-from tests.problems import refusal
 
 PRELOAD += ["lightning.pytorch", "core.integrations.lightning"]
 
@@ -348,10 +347,9 @@ def test_saves_at_one_boundary_before_a_requeue(rank: int, tmp_path: Path) -> No
     assert alike(again["end"])
 
 
-@on_ranks(1, through=ranks)
-def test_a_checkpoint_that_lightning_could_not_load_is_refused(rank: int, tmp_path: Path) -> None:  # noqa: ARG001
+def objects(rank: int, workers: int, folder: str) -> list[str]:
     """A schedule of NumPy's scalars goes on; one that holds an object does where fit() trusts its file."""
-    folder, quiet = str(tmp_path), dict[str, Any](limit_val_batches=0, devices=1, max_epochs=2)
+    quiet: dict[str, Any] = dict(limit_val_batches=0, devices=workers, max_epochs=2)
 
     def save(trainer: Any, strategy: Any) -> None:
         if trainer.global_step == 12:
@@ -366,9 +364,15 @@ def test_a_checkpoint_that_lightning_could_not_load_is_refused(rank: int, tmp_pa
     both(Inner(), False)
     with torch.serialization.safe_globals([Inner]):
         both(Inner(), None)
-    said = refusal(run, folder, after_batch=save, factor=Factor(Inner()), **quiet)
-    assert said.startswith(f"CO2Strategy: schedule0.lr_lambdas.0.inner is a {__name__}.Inner, which")
-    assert f"add_safe_globals([{__name__}.Inner])" in said and "fit(weights_only=False)" in said
+    with pytest.raises(UserError) as refusal:
+        run(folder, after_batch=save, factor=Factor(Inner()), **quiet)
+    return [str(refusal.value)]
+
+
+def test_a_checkpoint_that_lightning_could_not_load_is_refused(tmp_path: Path) -> None:
+    (said,) = ranks(objects, 1, str(tmp_path))
+    plain.assert_lines(said, "CO2Strategy", f"schedule0.lr_lambdas.0.inner is a {__name__}.Inner, which")
+    assert f"add_safe_globals([{__name__}.Inner])" in said[0] and "fit(weights_only=False)" in said[0]
 
 
 class Dropping(Net):
