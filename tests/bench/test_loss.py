@@ -12,16 +12,7 @@ from torch import nn
 from bench.loss import __main__ as command
 from bench.loss import tasks
 from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, train
-from bench.loss.tasks import (
-    TASKS,
-    ByteGPT,
-    Inner,
-    Task,
-    labelled_draw,
-    load_task,
-    next_loss,
-    with_muon,
-)
+from bench.loss.tasks import TASKS, ByteGPT, Inner, Task, labelled_draw, load_task, next_loss, with_muon
 from core import UserError
 from tests.problems import small_net
 from tests.scripts import run_script

@@ -25,10 +25,7 @@ def test_a_table_fills_rows_that_end_early_and_makes_one_line_of_rows_that_agree
     ]
     first, *lines = summary.table(rows).splitlines()
     assert first == "| method | rate | failed | rows | seconds | late.seconds | loss |"
-    assert lines[1:] == [
-        "| co2 | 40 |  | 2 | 1.5 ± 0.7 | 3.50 ± 0.71 |  |",
-        "| a\\|b | 40 | no answer | 1 |  |  |  |",
-    ]
+    assert lines[1:] == ["| co2 | 40 |  | 2 | 1.5 ± 0.7 | 3.50 ± 0.71 |  |", "| a\\|b | 40 | no answer | 1 |  |  |  |"]
 
 
 def test_a_result_says_where_it_comes_from_and_is_written_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

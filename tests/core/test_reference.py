@@ -328,14 +328,7 @@ def accepted(merge: Any, delay: int, alpha: float, beta: float, nesterov: bool) 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(
     ("merge", "delay"),
-    [
-        ("restart", 12),
-        ("restart", 0),
-        ("keep_local", 0),
-        ("keep_local", 3),
-        ("keep_local", 9),
-        ("keep_local", 12),
-    ],
+    [("restart", 12), ("restart", 0), ("keep_local", 0), ("keep_local", 3), ("keep_local", 9), ("keep_local", 12)],
 )
 def test_the_package_refuses_what_is_above_the_largest_outer_learning_rate(merge: Any, delay: int, nesterov: bool):
     for beta in (0.3, 0.9) if nesterov else (0.0, 0.3, 0.6, 0.9):  # at 0 Nesterov's step is the plain one

@@ -31,14 +31,7 @@ from language.data import (
     train_batches,
     window_keys,
 )
-from language.prepare import (
-    Documents,
-    prepare,
-    read_documents,
-    split_documents,
-    text_files,
-    train_tokenizer,
-)
+from language.prepare import Documents, prepare, read_documents, split_documents, text_files, train_tokenizer
 from language.recipes import gpt2_pydoc_small
 from tests.damages import forbid, room
 from tests.scripts import run_script

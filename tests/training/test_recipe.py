@@ -104,11 +104,7 @@ PAPER = CO2Config(tau=6)
     ("options", "recommended", "co2"),
     [
         ([], True, replace(CO2Config.recommended(), tau=6)),
-        (
-            ["--co2.tau", "4", "--co2.delay=1"],
-            True,
-            replace(CO2Config.recommended(), tau=4, delay=1),
-        ),
+        (["--co2.tau", "4", "--co2.delay=1"], True, replace(CO2Config.recommended(), tau=4, delay=1)),
         (["--per_node", "2", "--zero=2"], True, replace(CO2Config.recommended(), tau=6)),
         (["--shard", "--offload"], True, replace(CO2Config.recommended(), tau=6)),
         (["--elastic"], True, replace(CO2Config.recommended(), tau=6)),
