@@ -203,7 +203,7 @@ def test_launch_ends_without_a_traceback(what: str, monkeypatch: pytest.MonkeyPa
     assert codes == [code] and capsys.readouterr().err == said
 
 
-def test_torchrun_is_told_what_went_wrong(tmp_path, monkeypatch, capsys):
+def test_torchrun_is_told_what_went_wrong_and_the_launcher_says_it(tmp_path, monkeypatch, capsys):
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
@@ -212,6 +212,11 @@ def test_torchrun_is_told_what_went_wrong(tmp_path, monkeypatch, capsys):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
     assert failure.message["message"] == MISTAKE and failure.timestamp > 0
     assert codes == [2] and capsys.readouterr().err == "", "training.launch says it"
+    monkeypatch.setattr("sys.argv", ["launch", "-m", "vision.train"])
+    monkeypatch.setattr(launcher, "run", lambda _: raises(ChildFailedError("vision.train", {0: failure})))
+    with pytest.raises(SystemExit, match="2"):
+        launcher.main()
+    assert capsys.readouterr().err == f"{MISTAKE}\n"
 
 
 @pytest.mark.parametrize(("status", "said"), [(1, "first to fail"), (-9, "killed by signal 9")])
