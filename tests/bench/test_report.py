@@ -69,6 +69,7 @@ bench.regimes --seeds 0 1 => seeds=0 1: an interval needs 3 or more
 bench.regimes --codec -1 => codec=-1.0: give a number, 0 or more
 bench.time_to_loss --methods co2 sgd => methods: 'sgd' does not exist; choose among none, ddp
 bench.time_to_loss --rates 10 0 => rates=0.0: give a number above 0
+bench.time_to_loss --limit_seconds nan => limit_seconds=nan: give a number above 0
 bench.time_to_loss --seeds 1 1 => seeds=1 1: give one or more, each once
 bench.time_to_loss --workers 1 => workers=1: a single worker has no link
 bench.time_to_loss --step_ms -1 => step_ms=-1.0: give 0 or more

@@ -109,6 +109,19 @@ def test_equals_all_workers_in_one_process(world_size: int):
         assert len(switches) > 1 or config.rule == "uniform", f"{like} {config}: nothing was ever chosen anew"
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+@on_ranks()
+def test_int4_everywhere_is_int4(rank: int, workers: int):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        ours = built("int4", LGrecoConfig(rule="uniform"), dtype)
+        plain = mean_of(CompressionConfig("int4"), SHAPES, dtype, buffers=5)
+        for round in range(3):
+            landed = [once(mean, rank, round) for mean in (ours, plain)]
+        assert torch.equal(*landed) and torch.equal(ours.buckets[0].rest, plain.buckets[0].rest)
+        assert ours.allreduce.bytes_sent == plain.allreduce.bytes_sent
+        ours.close(), plain.close()
+
+
 LARGE = [(400, 300), (300, 250), (5000,), (64, 32, 3, 3)]
 SMALL = [(64, 16, 3, 3), *(20 * [(64,)]), (48, 64), (10, 64), (700,), (10,)]  # most layers are less than a block
 

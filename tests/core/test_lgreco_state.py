@@ -80,6 +80,22 @@ def test_low_rank_goes_on_after_a_first_round_of_nothing_or_nan(bad: float):
     torch.testing.assert_close(mean.buckets[0].payload.view(100, 20), matrix, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s[0])
+def test_nothing_is_lost_over_switches_nor_where_nobody_moved(setting: Any):
+    """What landed and what is held back are the sum of all differences; means of nothing are thrown away."""
+    mean, sums, got = built(*setting), 0.0, 0.0
+    for round in range(8):
+        if round % 3 == 2:
+            mean.buckets[0].payload.zero_()
+            mean.reduce(0.0)
+            continue
+        train(mean, range(round, round + 1))
+        got = got + mean.buckets[0].payload
+        sums = sums + torch.cat([written(0, round, i) for i in range(len(SHAPES))])
+    mean.reducer._switch([RAW] * len(SHAPES))  # all that is held back of means joins the worker's own
+    torch.testing.assert_close(got + held(mean), sums, rtol=1e-9, atol=1e-9)
+
+
 SHARED = [(60, 80), (80, 60), (90, 70)]
 OF_FAMILY = {
     "int4": ("int2", "int4", "int8"),
@@ -228,3 +244,15 @@ def test_totals_depend_on_no_order():
     terms = torch.tensor([[1e16], [1.0], [1.0]], dtype=torch.float64)
     for order in itertools.permutations(range(3)):
         assert total(terms[list(order)], [0, 0, 0]) == 1e16 + 2
+
+
+@pytest.mark.parametrize("unit", [1e308, 1e307, 1e-300, 5e-324 * 2**20])
+def test_no_size_of_the_errors_matters(unit: float):
+    """Two errors of 1e308 have a sum that no float64 holds."""
+    errors = torch.tensor([[4.0, 2.0, 1.0], [4.0, 2.0, 1.0]], dtype=torch.float64) / 4
+    sizes = torch.tensor([[1.0, 4.0, 5.0], [8.0, 9.0, 10.0]])
+    found = allocate(errors, sizes, [1, 1])
+    assert allocate(errors * unit, sizes, [1, 1]) == found
+    assert allocate(errors * unit, sizes.double() / 10 * unit, [1, 1]) == found
+    least = torch.full((2, 1), unit, dtype=torch.float64)
+    assert allocate(least, least, [0, 0]) == [0, 0]

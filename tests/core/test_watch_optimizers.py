@@ -63,6 +63,27 @@ def test_a_layer_that_only_the_second_optimizer_knows_is_a_warning():
         train(net, method, *both)
 
 
+def test_other_models_that_are_trained_after_the_first_rounds_are_a_warning():
+    """No error: this model's own optimizer steps in that round, too, if behind theirs."""
+    net, others = model(), [model(), model()]
+    method, own = CO2(net.parameters(), CO2Config(tau=2)), torch.optim.SGD(net.parameters(), 0.01)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(20):
+        step(net, own)
+        method.step()
+    for other in others:
+        step(other, torch.optim.SGD(other.parameters(), 0.01))
+    with pytest.warns(UserWarning, match="trains 8 parameters that no method averages"):
+        for _ in range(2):
+            step(net, own)
+            method.step()
+
+
 @pytest.mark.parametrize("tau", [1, 2])
 def test_what_two_methods_train_together_and_frozen_layers_are_no_reason_to_warn(tau: int):
     net = model()
@@ -77,3 +98,12 @@ def test_what_two_methods_train_together_and_frozen_layers_are_no_reason_to_warn
             optimizer.zero_grad()
             for method in methods:
                 method.step()
+
+
+def test_a_scaler_that_skips_its_first_steps_is_no_reason_to_raise():
+    net = model()
+    method = CO2(net.parameters(), CO2Config(tau=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            method.step()

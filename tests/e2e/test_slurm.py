@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import reproduce
 from bench.cluster import hold_port
@@ -145,6 +146,7 @@ def test_its_command_line_trains_its_recipe_on_all_gpus(script: str, tmp_path: P
         "--rdzv-endpoint=127.0.0.1:20017",
         "--tee=3",
     ]
+    get_args_parser().parse_args([*torchrun, "-m", module])  # else torchrun itself would refuse them
     recipes = recipes_of(script)
     own = type(recipes[name]).__module__  # language.recipe has the class of language.recipes
     assert own.removesuffix("s") == recipes_module(module).removesuffix("s")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from bench.chaos.crew import write_rounds
 from bench.cluster import Cluster
 from bench.cluster.etcd import LocalEtcd, program
+from core import UserError
 from core.elastic.etcd import LEASE, Election, EtcdStore, NotLeading
 from tests.runs import logged, rows, summary
 
@@ -27,6 +28,14 @@ needs_etcd = pytest.mark.skipif(program() is None, reason="no etcd here: apt-get
 def etcd(tmp_path: Path) -> Iterator[LocalEtcd]:
     with LocalEtcd(tmp_path) as members:
         yield members
+
+
+@pytest.mark.parametrize(
+    "url", ["etcd://a,b,c", "etcd:///run", "etcd://a:x/run", "etcd://a:65536/run", "etcd://a,,c/run"]
+)
+def test_a_wrong_url_is_one_line(url: str):
+    with pytest.raises(UserError, match="give etcd://HOST,HOST,HOST/RUN"):
+        EtcdStore(url)
 
 
 @needs_etcd

@@ -42,6 +42,14 @@ class Toy(Recipe):
 RECIPES = {"toy_a": Toy(), "toy_b": Toy(width=5), "toy_small": Toy(co2=CO2Config(tau=6), recommended=True)}
 
 
+def test_overrides_reach_every_level():
+    options = "--method co2 --co2.tau 24 --co2.clip None --optim.lr 0.3"
+    recipe = parse(RECIPES, ["toy_b", *options.split()])
+    assert (recipe.name, recipe.width, recipe.method) == ("toy_b", 5, "co2")
+    assert (recipe.co2.tau, recipe.co2.clip, recipe.optim.lr) == (24, None, 0.3)
+    assert recipe.folder == Path("runs/toy_b-co2-seed0")
+
+
 @pytest.mark.parametrize("out", ["", "."])
 def test_the_folder_one_is_in_is_no_run_folder(out: str):
     with pytest.raises(UserError, match="out='' is the folder that you are in: name one"):

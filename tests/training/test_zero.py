@@ -52,6 +52,7 @@ def more_on_four(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "adamw": train_all(rank, world_size, "adamw", [(stage, False) for stage in range(4)], FEW),
         "rates": [scheduled(rank, stage) for stage in (0, 1)],
         "evaluations": [evaluation(rank, stage) for stage in (2, 3)],
+        "baselines": [of_other_methods(rank, stage) for stage in (0, 3)],
         "ddp": [synchronous(rank, stage) for stage in (0, 2, 3)],
         "16 bits": [gathered_in_16_bits(rank, stage) for stage in (2, 3)],
     }
@@ -266,6 +267,27 @@ def test_evaluations_may_be_uneven(more: list[dict[str, Any]]):
         assert all(map(torch.equal, of["evaluations"], more[0]["evaluations"]))
 
 
+def end_of(rank: int, name: str, model: nn.Module, config: CO2Config = CONFIG) -> tuple[Tensor, Any]:
+    """The parameters after eight steps, and the method."""
+    wrapped, method = make_method(name, model, co2=config, mesh=mesh())
+    [*steps(rank, (model, wrapped, method, torch.optim.SGD(model.parameters(), lr=LR)), range(8))]
+    method.finish()
+    return whole(model), method
+
+
+def of_other_methods(rank: int, stage: Any, config: CO2Config = CONFIG) -> list[Tensor]:
+    names = ("local", "slowmo", "overlap_local")
+    return [end_of(rank, name, shard_model(problems.small_net(), mesh(), stage), config)[0] for name in names]
+
+
+@pytest.mark.slow
+def test_the_baselines_run_across_nodes_too(more: list[dict[str, Any]]):
+    for of in more:
+        for a, b, first in zip(*of["baselines"], more[0]["baselines"][0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(a, first, rtol=1e-9, atol=1e-9)
+
+
 def test_a_stage_without_workers_to_shard_over_and_shards_without_a_mesh_are_refused(found: list[dict[str, Any]]):
     assert "shard it inside nodes and give CO2 mesh=" in found[0]["no mesh"]
     with pytest.raises(UserError, match="zero=2 with 1 worker"):
@@ -273,12 +295,9 @@ def test_a_stage_without_workers_to_shard_over_and_shards_without_a_mesh_are_ref
 
 
 def synchronous(rank: int, stage: Any) -> tuple[Tensor, float]:
-    """The parameters after eight steps, and the exposed seconds."""
-    model = shard_model(problems.small_net(), mesh(), stage, everywhere=True)
-    wrapped, method = make_method("ddp", model, co2=CONFIG, mesh=mesh())
-    [*steps(rank, (model, wrapped, method, torch.optim.SGD(model.parameters(), lr=LR)), range(8))]
-    method.finish()
-    return whole(model), float(method.stats.exposed_seconds)
+    """The end, and the exposed seconds."""
+    end, method = end_of(rank, "ddp", shard_model(problems.small_net(), mesh(), stage, everywhere=True))
+    return end, float(method.stats.exposed_seconds)
 
 
 @pytest.mark.slow
