@@ -20,6 +20,7 @@ from torch import nn
 from core import CO2Config, UserError
 from core.checkpoint import runs as checkpoint
 from core.checkpoint import stored
+from core.testing import _context
 from tests.damages import changed, forbid, names, signed
 from tests.on_ranks import on_ranks
 from tests.problems import refusal
@@ -292,3 +293,32 @@ def test_a_train_script_goes_on_from_the_one_before_if_a_part_is_missing(part: s
     changed(lambda state: state.pop(part))(tmp_path / "checkpoints/step000000008/rank0.pt")
     assert train(tmp_path, True, 4) == 4
     assert f"step000000008 is refused (rank 0: it holds no {part}: resume with what wrote it)" in capfd.readouterr().err
+
+
+def old_job(folder: Path, pipe: Any) -> None:
+    """A train script that is stopped before step 9 and woken later."""
+    with pytest.raises(UserError) as caught, Run(Toy(out=folder, recommended=False)) as run:
+        loop = Loop(run, nn.Linear(4, 1), 12)
+        for step in range(12):
+            if step == 8:
+                pipe.send("asleep")
+                pipe.recv()
+            if loop.step(loop.wrapped(torch.ones(1, 4)).square().mean()).checkpoint:
+                run.save()
+        run.end({})
+    pipe.send(str(caught.value))
+
+
+def test_a_woken_train_script_leaves_the_checkpoints_of_the_run_in_its_place_alone(tmp_path: Path):
+    """After its lock file was removed, as the message advises where its machine is gone."""
+    ours, theirs = _context().Pipe()
+    job = _context().Process(target=old_job, args=(tmp_path, theirs), daemon=True)
+    job.start()
+    assert ours.recv() == "asleep"
+    (tmp_path / ".lock").unlink()
+    assert train(tmp_path, True) in (4, 8)
+    before = {path: path.read_bytes() for path in tmp_path.glob("checkpoints/*/*")}
+    ours.send("wake up")
+    assert "is of another start of this run, which has taken this one's place: nothing is written" in ours.recv()
+    job.join()
+    assert {path: path.read_bytes() for path in tmp_path.glob("checkpoints/*/*")} == before
