@@ -32,6 +32,7 @@ def cases() -> dict[str, dict[str, Any]]:
     """Name -> what is otherwise than in train(). Imports nothing of the project."""
     late = {"merge": "keep_local", "gap": "none", "outer_momentum": 0.0, "delay": 2}
     lgreco = {"compression": ("lgreco", {"like": "int4"}, {"every": 3, "first": 2}), "tau": 2}
+    int4, parts = {"compression": ("int4", {}, {})}, late | {"fragments": 4, "delay": 1}
     found: dict[str, dict[str, Any]] = {
         "paper": {},
         "paper, float64": {"dtype": "float64"},
@@ -51,6 +52,12 @@ def cases() -> dict[str, dict[str, Any]]:
         "keep, as soon as it is there": {"co2": late | {"delay": "auto"}, "at_once": True},
         "keep, batch norm, uneven finish": {"co2": late, "batch_norm": True, "fewer": 6},
         "outer, delay 0": {"co2": {"delay": 0, "gap": "none"}},
+        "fragments": {"co2": parts},
+        "fragments, outer momentum, uneven finish": {"co2": parts | {"outer_momentum": 0.3}, "fewer": 6},
+        "fragments, auto, a NaN": {"co2": parts | {"delay": "auto"}, "at_once": True, "nan_at": 14},
+        "fragments, int4": {"co2": parts | int4 | {"outer_momentum": 0.3}},
+        "fragments, int4, auto": {"co2": parts | int4 | {"delay": "auto"}, "at_once": True},
+        "fragments, two to a node": {"co2": parts | {"outer_momentum": 0.3}, "per_node": 2},
         "int8, error feedback": {"co2": {"compression": ("int8", {}, {})}},
         "int4, error feedback, keep": {"co2": late | {"compression": ("int4", {}, {})}},
         "bfloat16 wire, batch norm": {"co2": {"compression": ("bfloat16", {}, {})}, "batch_norm": True},
@@ -77,6 +84,7 @@ def cases() -> dict[str, dict[str, Any]]:
     resumed = ["paper, batch norm, uneven finish", "paper, bfloat16", "keep", "keep, batch norm, uneven finish"]
     resumed += ["int8, error feedback", "int4, error feedback, keep", "lgreco, keep", "local", "slowmo"]
     resumed += ["overlap_local", "sharded", "sharded, offload", "nesterov", "ddp, int8", "outer, delay 0"]
+    resumed += ["fragments, int4", "fragments, int4, auto", "fragments, two to a node"]
     return found | {f"resume: {name}": found[name] | {"resumes": True} for name in resumed}
 
 

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from core import CO2, CO2Config, UserError
+from core import CO2Config, UserError
 from core.baselines.ddp import DDP
 from core.buckets import is_dtensor, local_shard
 from core.testing.reference import Reference
@@ -166,17 +166,10 @@ def worst(traces: list[Trace], expected: Trace) -> float:
 # -- CO2 between islands ----------------------------------------------------------------------------------------------
 
 LR = 0.1
-Poison = tuple[int, float] | None  # at which step island 1's last rank adds what to a parameter of its own
-
-
-def poisoned(model: nn.Module, here: bool, step: int, poison: Poison) -> None:
-    if poison is not None and here and step == poison[0]:
-        with torch.no_grad():
-            local_shard(next(model.parameters())).view(-1)[0].add_(poison[1])
 
 
 def islands(
-    rank: int, world_size: int, kind: str, names: list[str], config: CO2Config, steps: int, poison: Poison
+    rank: int, world_size: int, kind: str, names: list[str], config: CO2Config, steps: int
 ) -> list[tuple[list[dict[str, Tensor]], list[dict[str, float]]]]:
     """Of each layout the parameters of this rank's stage after each round and at the end, and the rounds' statistics;
     plain SGD."""
@@ -188,8 +181,6 @@ def islands(
         for step in range(steps):
             backward(parallel, step)
             sgd(parallel)
-            last = parallel.place.island == 1 and rank == world_size - 1
-            poisoned(parallel, last, step, poison)
             if co2.step():
                 trace.append(whole(parallel))
                 stats.append(co2.stats.as_dict())
@@ -203,26 +194,6 @@ def islands(
 def sgd(model: nn.Module) -> None:
     for p in model.parameters():
         local_shard(p).sub_(LR * local_shard(p.grad))
-
-
-def alone(
-    rank: int, world_size: int, kind: str, config: CO2Config, steps: int, poison: Poison
-) -> tuple[list[dict[str, Tensor]], list[dict[str, float]]]:
-    """The same, each island being one process with the whole model."""
-    model = build(kind)
-    co2 = CO2(model.parameters(), config)
-    trace, stats = [], []
-    for step in range(steps):
-        model.zero_grad()
-        mean_loss(model, *batch(step, rank)).backward()
-        sgd(model)
-        poisoned(model, rank == 1, step, poison)
-        if co2.step():
-            trace.append(parted(model))
-            stats.append(co2.stats.as_dict())
-    co2.finish()
-    co2.close()
-    return [*trace, parted(model)], stats
 
 
 def reference(kind: str, config: CO2Config, steps: int, many: int = 2) -> list[dict[str, Tensor]]:

@@ -139,13 +139,3 @@ def spread_with_momentum(mu: float, lh: Array, tau: int, delay: int) -> Array:
     """keep_local: by what the differences of the workers' errors and velocities are multiplied in a round, [n]."""
     progress = momentum_inside(mu, lh, delay) - np.diag([1.0, 0.0])
     return np.abs(np.linalg.eigvals(momentum_inside(mu, lh, tau - delay) @ progress)).max(-1)
-
-
-def late_with_momentum(mu: float, lh: Array, tau: int, k: float, beta: float) -> Array:
-    """restart, a whole round late, over SGD with momentum: by what the mean's error is multiplied, in the end, [n]."""
-    p = momentum_inside(mu, lh, tau)
-    rows = np.zeros((len(lh), 4, 4))
-    rows[:, 0, :3], rows[:, 1, 1:3] = [1, -k * beta, -k], [beta, 1]
-    rows[:, 2, 0], rows[:, 2, 3] = 1 - p[:, 0, 0], -p[:, 0, 1]
-    rows[:, 3, 0], rows[:, 3, 3] = p[:, 1, 0], p[:, 1, 1]
-    return np.abs(np.linalg.eigvals(rows)).max(-1)

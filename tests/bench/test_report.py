@@ -25,10 +25,7 @@ def test_a_table_fills_rows_that_end_early_and_makes_one_line_of_rows_that_agree
     ]
     first, *lines = summary.table(rows).splitlines()
     assert first == "| method | rate | failed | rows | seconds | late.seconds | loss |"
-    assert lines[1:] == [
-        "| co2 | 40 |  | 2 | 1.5 ± 0.7 | 3.50 ± 0.71 |  |",
-        "| a\\|b | 40 | no answer | 1 |  |  |  |",
-    ]
+    assert lines[1:] == ["| co2 | 40 |  | 2 | 1.5 ± 0.7 | 3.50 ± 0.71 |  |", "| a\\|b | 40 | no answer | 1 |  |  |  |"]
 
 
 def test_a_result_says_where_it_comes_from_and_is_written_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -67,7 +64,6 @@ bench.loss --device cuda => device=cuda: this torch finds no CUDA device
 bench.loss --methods co2:merge=half => merge='half'; choose among restart, keep_local
 bench.loss --methods co2:beta=x => beta='x'; give a number, 0 or more
 bench.loss --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or more
-bench.loss --methods co2:nesterov=1 => nesterov='1'; choose among true, false
 bench.loss --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
 bench.loss --methods fragments:delay=2 --tau 12 => fragments=8, delay=2: give 1 or more, and a product of at most tau=12
 bench.loss --methods co2:beta=1,beta=2 => method 'co2:beta=1,beta=2' has 'beta=2': give each option once, with a value

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from core import CO2, CO2Config, CompressionConfig, UserError, node_mesh
 from core.baselines import DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from core.testing import run_distributed
+from tests.on_ranks import alike, on_ranks
 
 
 def momenta(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -65,10 +66,8 @@ def write(model: nn.Module, rank: int, step: int) -> None:
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + rank)))
 
 
-def by_each_method(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], list[tuple[bool, Tensor]]]]:
-    """By method: the extra tensors before and after finish(), and what averaged_model() yields at each boundary beside
-    the first worker's tensors there."""
-    found = {}
+@on_ranks(2, timeout=120)
+def test_every_method_averages_at_finish_and_where_settle_makes_workers_equal(rank: int):
     for name, make in METHODS.items():
         model, extra = net(0), [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64), torch.zeros((), dtype=int)]
         method, lent = make(model.parameters(), average=extra), []
@@ -82,43 +81,31 @@ def by_each_method(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], 
                     lent.append((equal, torch.cat([t.flatten().double() for t in extra])))
         for i, t in enumerate(extra):
             t.fill_(i + 10 * rank)
-        before = [t.clone() for t in extra]
         method.finish()
         method.close()
-        found[name] = [*before, *extra], lent
-    return found
+        for i in range(2):
+            assert extra[i].unique().item() == i + 5 and extra[i].dtype == (torch.float32, torch.float64)[i], name
+        assert extra[2] == 2 + 10 * rank, f"{name}: an integer is left as it is"
+        assert len(lent) == 3
+        for equal, values in lent:
+            shift = 5 if equal else 10 * rank
+            assert values.tolist() == [0 + shift] * 3 + [1 + shift] * 4 + [2 + 10 * rank], name
+        assert name == "CO2 merged later" or all(equal for equal, _ in lent), name
 
 
-def test_every_method_averages_at_finish_and_where_settle_makes_workers_equal():
-    both = run_distributed(by_each_method, 2, timeout=120)
-    for rank, found in enumerate(both):
-        for name, (tensors, lent) in found.items():
-            own, ends = tensors[:3], tensors[3:]
-            for i in range(2):
-                assert own[i].unique().item() == i + 10 * rank and ends[i].unique().item() == i + 5, name
-                assert ends[i].dtype == own[i].dtype and ends[i].shape == own[i].shape
-            assert ends[2] == 2 + 10 * rank, f"{name}: an integer is left as it is"
-            assert len(lent) == 3
-            for equal, values in lent:
-                shift = 5 if equal else 10 * rank
-                assert values.tolist() == [0 + shift] * 3 + [1 + shift] * 4 + [2 + 10 * rank], name
-            if name != "CO2 merged later":
-                assert all(equal for equal, _ in lent), name
-
-
-def nodes(rank: int, world_size: int) -> list[Tensor]:
+@on_ranks(4, timeout=120)
+def test_nodes_average_whole_tensors_over_all_and_shards_across_nodes(rank: int):
     """Two nodes of two workers: a plain EMA, and shards of one that is made of DTensors."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    mesh, found = node_mesh("cpu", 2), []
-    model = net(0)
+    mesh, model = node_mesh("cpu", 2), net(0)
     ema = [torch.full((3,), float(rank))]
     co2 = CO2(model.parameters(), CO2Config.paper(2), mesh=mesh, average=ema)
     ema[0].fill_(float(rank))  # all have begun as on the first worker
     co2.step()
     co2.finish()
     co2.close()
-    found.append(ema[0])
+    assert ema[0].tolist() == [1.5] * 3
     params = [nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh["shard"], [Shard(0)]))]
     sharded = distribute_tensor(torch.zeros(4, 2), mesh["shard"], [Shard(0)])
     plain = torch.zeros(1, dtype=torch.bfloat16)
@@ -129,27 +116,20 @@ def nodes(rank: int, world_size: int) -> list[Tensor]:
     co2.step()
     co2.finish()
     co2.close()
-    return [*found, sharded.to_local().clone(), plain]
-
-
-def test_nodes_average_whole_tensors_over_all_and_shards_across_nodes():
-    for rank, (ema, shard, plain) in enumerate(run_distributed(nodes, 4, timeout=120)):
-        assert ema.tolist() == [1.5] * 3
-        assert shard.unique().item() == (1.0 if rank % 2 == 0 else 2.0)
-        assert plain.item() == 1.5
+    assert sharded.to_local().unique().item() == (1.0 if rank % 2 == 0 else 2.0) and plain.item() == 1.5
 
 
 # -- uneven workers, resume, and what is refused -------------------------------------------------------------------
 
 
-def uneven(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    """Worker 1 has more batches; finish(), more steps, finish() again. Parameters and momenta at each finish()."""
+@on_ranks(2)
+def test_workers_may_come_to_finish_after_different_numbers_of_steps(rank: int):
+    """Worker 1 has more batches; finish(), more steps, finish() again."""
     model = net(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     co2 = CO2([*model.parameters(), frozen], CO2Config.recommended(tau=2), average=partial(momenta, optimizer))
     co2.finish()  # no worker has taken a step: there is nothing to average
-    found = []
     for steps in (3 + 4 * rank, 2):
         for number in range(steps):
             loss(model, *batch(number, rank)).backward()
@@ -157,18 +137,13 @@ def uneven(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
             optimizer.zero_grad()
             co2.step()
         co2.finish()
-        found.append((floats(model), torch.cat([z.flatten() for z in momenta(optimizer)])))
-        assert not any(t.isnan().any() for t in found[-1])
+        ends = floats(model), torch.cat([z.flatten() for z in momenta(optimizer)])
+        assert alike(*ends) and not any(t.isnan().any() for t in ends)
     co2.close()
-    return found
 
 
-def test_workers_may_come_to_finish_after_different_numbers_of_steps():
-    for mine, theirs in zip(*run_distributed(uneven, 2), strict=True):
-        assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
-
-
-def dtypes(rank: int, world_size: int) -> list[Tensor]:
+@on_ranks(2)
+def test_dtypes_strides_and_a_frozen_module(rank: int):
     kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
     transposed = torch.zeros(3, 2).T
     extra = [*(torch.zeros(2, dtype=kind) for kind in kinds), torch.zeros(0), transposed]
@@ -182,18 +157,13 @@ def dtypes(rank: int, world_size: int) -> list[Tensor]:
     with torch.inference_mode():
         for method in (first, second):
             method.finish()
-    return [t.double() for t in (*extra, *module.parameters(), *module.buffers())]
+    *averaged, batches = (t.double() for t in (*extra, *module.parameters(), *module.buffers()))
+    assert all(t.unique().tolist() == ([2.0] if t.numel() else []) for t in averaged)
+    assert batches == 1 + 2 * rank, "num_batches_tracked is an integer"
 
 
-def test_dtypes_strides_and_a_frozen_module():
-    both = run_distributed(dtypes, 2)
-    for rank, found in enumerate(both):
-        *averaged, batches = found
-        assert all(t.unique().tolist() == ([2.0] if t.numel() else []) for t in averaged)
-        assert batches == 1 + 2 * rank, "num_batches_tracked is an integer"
-
-
-def bad(rank: int, world_size: int) -> tuple[list[Tensor], list[str]]:
+@on_ranks(2)
+def test_a_worker_does_not_count_where_its_tensor_is_not_finite(rank: int):
     """A NaN on worker 1, a mask of -inf on both, and worker 0 that differs in a third tensor only."""
     tensors = [torch.ones(2), torch.full((2,), float("-inf")), torch.zeros(2)]
     co2 = LocalSGD(net(0).parameters(), 2, average=tensors)
@@ -202,18 +172,14 @@ def bad(rank: int, world_size: int) -> tuple[list[Tensor], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         co2.finish()
-    return tensors, [str(w.message) for w in caught]
+    assert [t[0].item() for t in tensors] == [3.0, float("-inf"), 0.5]
+    told = "average: 1 of 3 tensors were not finite on some workers, which did not count there"
+    assert [str(w.message) for w in caught] == ([] if rank else [told])
 
 
-def test_a_worker_does_not_count_where_its_tensor_is_not_finite():
-    (mine, said), (theirs, unsaid) = run_distributed(bad, 2)
-    for tensors in (mine, theirs):
-        assert [t[0].item() for t in tensors] == [3.0, float("-inf"), 0.5]
-    assert said == ["average: 1 of 3 tensors were not finite on some workers, which did not count there"] and not unsaid
-
-
-def unlike(rank: int, world_size: int) -> list[str]:
-    """The errors of each mistake that only one worker makes; no worker hangs."""
+@on_ranks(2, timeout=120)
+def test_what_one_worker_gives_otherwise_is_an_error_on_all(rank: int):
+    """No worker hangs."""
     said = []
 
     def attempt(steps: int, **given: Any) -> None:
@@ -243,21 +209,13 @@ def unlike(rank: int, world_size: int) -> list[str]:
     attempt(rank, average="momenta")  # worker 0 has taken no step
     attempt(0, average="momenta")
     attempt(4, average="momenta")
-    return said
-
-
-def test_what_one_worker_gives_otherwise_is_an_error_on_all():
-    for said in run_distributed(unlike, 2, timeout=120):
-        assert "rank 0 has (2,), against (3,)" in said[0] or "against ((3,)" in said[0], said[0]
-        assert "against average= with 1 tensors of rank 1" in said[1], said[1]
-        assert "rank 0 has ((2,), 'torch.float32'), against ((3,), 'torch.float32') of rank 1" in said[2]
-        assert "rank 0 has 1 tensors, against 0 tensors of rank 1: give all workers the same" in said[3]
-        assert "meta device" in said[4]
-        assert "KeyError: 'z'" in said[5]
-        assert (
-            "rank 0 has 0 tensors, against 4 tensors of rank 1" in said[6] and "every worker must take one" in said[6]
-        )
-        assert said[7:] == ["nothing", "nothing"]
+    assert "rank 0 has (2,), against (3,)" in said[0] or "against ((3,)" in said[0], said[0]
+    assert "against average= with 1 tensors of rank 1" in said[1], said[1]
+    assert "rank 0 has ((2,), 'torch.float32'), against ((3,), 'torch.float32') of rank 1" in said[2]
+    assert "rank 0 has 1 tensors, against 0 tensors of rank 1: give all workers the same" in said[3]
+    assert "meta device" in said[4] and "KeyError: 'z'" in said[5]
+    assert "rank 0 has 0 tensors, against 4 tensors of rank 1" in said[6] and "every worker must take one" in said[6]
+    assert said[7:] == ["nothing", "nothing"]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +252,8 @@ def test_one_worker_alone_and_an_empty_list_change_nothing():
         assert not extra or extra[0].tolist() == [1, 1]
 
 
-def resumed(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_nothing_is_saved_and_a_run_goes_on_bit_for_bit(rank: int):
     """EMA and parameters at the end: of a run in one piece, and of one that goes on from its state in mid-run."""
     found = []
     for cut in (False, True):
@@ -315,12 +274,7 @@ def resumed(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
             co2.step()
         co2.finish()
         found.append(torch.cat([floats(model), floats(ema)]))
-    return found[0], found[1]
-
-
-def test_nothing_is_saved_and_a_run_goes_on_bit_for_bit():
-    (whole, cut), (other, _) = run_distributed(resumed, 2)
-    assert torch.equal(whole, cut) and torch.equal(whole, other)
+    assert torch.equal(*found) and alike(*found)
 
 
 def left(rank: int, world_size: int) -> str:

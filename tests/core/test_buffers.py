@@ -17,7 +17,7 @@ from core.baselines.ddp import DDP
 from core.baselines.local import DiLoCo, OverlapLocalSGD
 from core.nodes import node_mesh
 from core.testing import run_distributed
-from tests.on_ranks import on_ranks
+from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import run_cases
 
 INF, NAN = math.inf, math.nan
@@ -77,9 +77,9 @@ def make(kind: str, net: nn.Module) -> Any:
 KINDS = ("co2", "keep_local", "int4", "diloco", "local", "slowmo", "overlap", "sharded", "ddp")
 
 
-def constants_stay(rank: int, world_size: int) -> list[str]:
-    """The names of methods and buffers that are not as they began, bit for bit."""
-    found = []
+@on_ranks(3, timeout=120)
+def test_buffers_that_nobody_changes_keep_their_bits_finite_or_not(rank: int):
+    found = []  # methods and buffers that are not as they began
     for kind in KINDS:
         net = masked(PLAIN if kind == "ddp" else CONSTANTS)  # DDP itself cannot hold all of them
         method = make(kind, net)
@@ -98,11 +98,7 @@ def constants_stay(rank: int, world_size: int) -> list[str]:
                 ]
                 found += [] if torch.equal(*bits) else [f"{kind}: {name}"]
         method.close()
-    return found
-
-
-def test_buffers_that_nobody_changes_keep_their_bits_finite_or_not():
-    assert run_distributed(constants_stay, 3, timeout=120) == [[]] * 3
+    assert found == []
 
 
 def named(rank: int, world_size: int, who: str, kind: str) -> list[str]:
@@ -138,8 +134,9 @@ def test_a_buffer_that_turns_nan_on_one_worker_is_named_on_all(kind: str):
     assert any("not finite, buffer 2 (running_var" in told for told in first[1:])
 
 
-def late_fill(rank: int, world_size: int) -> dict[str, list[float]]:
-    """Buffers that begin as infinite or NaN and are filled later, such as an observer's minimum and maximum."""
+@on_ranks(2)
+def test_buffers_that_are_filled_later_become_their_mean(rank: int):
+    """Buffers that begin as infinite or NaN, such as an observer's minimum and maximum."""
     net = nn.Linear(4, 2)
     for name, start in (("low", INF), ("high", -INF), ("cache", NAN), ("one", 1.0), ("count", 0.0)):
         net.register_buffer(name, torch.full((2,), start))
@@ -154,14 +151,9 @@ def late_fill(rank: int, world_size: int) -> dict[str, list[float]]:
         net.count.add_(1.0)
         method.step()
     method.finish()
-    return {name: b.tolist() for name, b in net.named_buffers()}
-
-
-def test_buffers_that_are_filled_later_become_their_mean():
-    both = run_distributed(late_fill, 2)
-    assert both[0] == both[1]
-    assert both[0]["low"] == [-1.5] * 2 and both[0]["high"] == [3.5] * 2 and both[0]["cache"] == [3.5] * 2
-    assert both[0]["one"][0] > 1.0 and both[0]["count"][0] > 0.0
+    ends = {name: b.tolist() for name, b in net.named_buffers()}
+    assert alike(*net.buffers()) and ends["one"][0] > 1.0 and ends["count"][0] > 0.0
+    assert ends["low"] == [-1.5] * 2 and ends["high"] == [3.5] * 2 and ends["cache"] == [3.5] * 2
 
 
 def test_a_checkpoint_is_written_of_a_model_with_a_mask(tmp_path: Path):
@@ -298,19 +290,15 @@ def test_a_resumed_run_sends_the_same_buffers(kind: str):
             assert plain == again
 
 
-def empty_at_first(rank: int, world_size: int) -> list[float]:
-    """The statistics of a BatchNorm after its first round, which follows a finish() without a step."""
+@on_ranks(2)
+def test_batchnorm_is_averaged_from_its_first_step_on(rank: int):
+    """Its first round follows a finish() without a step."""
     net = Masked()
     method = LocalSGD(net.parameters(), 1, buffers=net.buffers())
     method.finish()
     net(torch.full((2, 8), float(rank)))
-    own = net.norm.running_mean.tolist()
+    own = torch.stack(total_world_size(net.norm.running_mean.clone()))
     method.step()
     method.finish()
-    return [*own, *net.norm.running_mean.tolist()]
-
-
-def test_batchnorm_is_averaged_from_its_first_step_on():
-    ends = run_distributed(empty_at_first, 2)
-    own, means = zip(*((end[:8], end[8:]) for end in ends), strict=True)
-    assert own[0] != own[1] and means[0] == means[1] == pytest.approx([(a + b) / 2 for a, b in zip(*own, strict=True)])
+    assert not torch.equal(*own) and alike(net.norm.running_mean)
+    torch.testing.assert_close(net.norm.running_mean, own.mean(0))

@@ -293,14 +293,7 @@ def test_a_level_that_lasts_is_a_jump_once_and_growth_without_end_is_one_for_eve
 
 
 def test_what_is_not_finite_never_counts_and_is_not_remembered():
-    assert verdicts([NAN, *USUAL, INF, -INF, 11.0, 1.0]) == [
-        1,
-        *[0] * WARMUP_ROUNDS,
-        1,
-        1,
-        2,
-        0,
-    ]
+    assert verdicts([NAN, *USUAL, INF, -INF, 11.0, 1.0]) == [1, *[0] * WARMUP_ROUNDS, 1, 1, 2, 0]
 
 
 def test_a_buffer_that_is_not_finite_counts_too():

@@ -134,15 +134,6 @@ def test_who_belongs_to_a_generation():
     assert table.look(["1.1"]) == (5, ["1.1"])  # all that had state are lost: it founds anew
 
 
-def test_a_silent_worker_is_left_out_after_the_patience():
-    table = Table()
-    table.store.set("patience", "0")
-    table.look(["0.0", "1.0"], **{"ready_0.0": "", "ready_1.0": ""})
-    table.look(["0.0", "1.0"], **{"report_1_0.0": "", "report_1_1.0": "", "came_1_1.0": "failed"})
-    table.look(["0.0", "1.0"])
-    assert table.look(["0.0", "1.0"]) == (2, ["1.0"])
-
-
 def test_a_signal_ends_a_launcher_whose_other_node_never_came(capfd: pytest.CaptureFixture[str]):
     def sleeper(_: dict[str, str]) -> Any:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

@@ -239,8 +239,7 @@ def test_bad_settings(settings: dict[str, Any], text: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("rule", "best"), ("rule", 5), ("every", 0), ("first", 1.5), ("first", True)],
+    ("name", "value"), [("rule", "best"), ("rule", 5), ("every", 0), ("first", 1.5), ("first", True)]
 )
 def test_bad_lgreco_settings(name: str, value: Any):
     with pytest.raises(UserError, match=f"compression.lgreco.{name}={value!r}: "):

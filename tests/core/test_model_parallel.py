@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+pytest.importorskip("torch.optim._muon", reason="bench.loss takes its Muon from there, and torch 2.6 has none")
+
+# isort: split
 from bench.loss.__main__ import vmap_gradient
 from core import CO2, CO2Config, make_method
 from core.buckets import local_shard

@@ -277,10 +277,7 @@ def after_run(rule: Rule) -> Callable[..., State]:
     def expected(p: Tensor, d: Tensor, x: Tensor, m: Tensor, snapshot: Tensor) -> State:
         new = outer.clip_elements(outer.momentum(m, rule.scale * d, rule.beta, rule.gap), rule.phi or 1e9)
         next_x, wide = outer.outer_step(x, new, rule.alpha), p.to(x.dtype)
-        merged = {
-            "restart": next_x,
-            "keep_local": keep_local(next_x, wide, snapshot),
-        }
+        merged = {"restart": next_x, "keep_local": keep_local(next_x, wide, snapshot)}
         next_d = x.to(p.dtype).to(x.dtype) - p if rule.takes_difference else d
         return merged[rule.merge].to(p.dtype), next_d, next_x, new, snapshot
 

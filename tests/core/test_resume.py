@@ -156,10 +156,7 @@ MISFITS = {
     ),
     "of slowmo": (lambda: SlowMo(params(3), 2), lambda: CO2(params(3), CO2_2)),
     "of local": (lambda: LocalSGD(params(3), 2), lambda: SlowMo(params(3), 2)),
-    "of another momentum": (
-        lambda: CO2(params(3), CO2_2),
-        lambda: CO2(params(3), replace(CO2_2, nesterov=True)),
-    ),
+    "of another momentum": (lambda: CO2(params(3), CO2_2), lambda: CO2(params(3), replace(CO2_2, nesterov=True))),
     "without buffers": (lambda: CO2(params(3), CO2_2), lambda: CO2(params(3), CO2_2, buffers=[torch.zeros(2)])),
     "with buffers": (lambda: CO2(params(3), CO2_2, buffers=[torch.zeros(2)]), lambda: CO2(params(3), CO2_2)),
 }

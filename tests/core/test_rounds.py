@@ -1,7 +1,6 @@
 """What surrounds the algorithm: construction, buffers, statistics, calls, uneven ends."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -335,11 +334,6 @@ def test_under_noise_it_is_what_the_theory_says(rank: int):
         assert total_world_size(seen) == [seen] * 3 and seen == pytest.approx(
             Quadratic("keep_local", q, 8, delay).apart(3), rel=0.02
         )
-
-
-def counted() -> Iterator[int]:
-    yield 1
-    yield 2
 
 
 HIDDEN = {

@@ -200,36 +200,6 @@ class Kept:
         self.value = state["value"]
 
 
-@on_ranks(2)
-def test_an_optimisers_wrappers_and_a_schedules_counter_survive(rank: int, tmp_path: Path):
-    """An optimiser has a wrapper for a state and a rate of numpy's, a schedule has a Counter: saved, and loaded."""
-    found = []
-    for resumes in (False, True):
-        model = problems.small_net(torch.float32)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 3])
-        co2, kept = CO2(model.parameters(), CO2Config(tau=1)), Kept(None if resumes else Point(0.5, torch.ones(2)))
-        others = {"schedule": schedule, "kept": kept}
-        if resumes:
-            assert load(tmp_path, model, optimizer, co2, others=others) == 1
-        else:
-            for p in model.parameters():
-                optimizer.state[p]["exp_avg"] = codes()
-            optimizer.param_groups[0]["lr"] = np.float64(0.25)
-            co2.step()
-            assert save(tmp_path, model, optimizer, co2, step=1, others=others)
-        states = [optimizer.state[p]["exp_avg"].codes.tolist() for p in model.parameters()]
-        rate = optimizer.param_groups[0]["lr"]
-        assert (type(rate), rate, type(schedule.milestones)) == (np.float64, 0.25, Counter)
-        found.append((states, kept.value.y.tolist()))
-        if resumes:
-            optimizer.step()
-            schedule.step()  # Counter became a dict once, which this would tell
-        co2.finish()
-        co2.close()
-    assert found[0] == found[1]
-
-
 class Lookahead(torch.optim.Optimizer):
     """Holds another optimizer, as timm's does."""
 

@@ -16,7 +16,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from core import CO2, CO2Config, UserError
 from core.baselines import LocalSGD, SlowMo
 from core.baselines.local import OverlapLocalSGD
-from core.testing import run_distributed
+from tests.on_ranks import on_ranks
+from tests.problems import refusal
 
 
 class Subclass(ZeroRedundancyOptimizer):
@@ -46,8 +47,9 @@ def told(net: nn.Module, method: Any, optimizer: Any, steps: int = 6) -> str:
     return " | ".join(str(w.message) for w in found if "synchron" not in str(w.message) and w.category is UserWarning)
 
 
-def of_optimizers(rank: int, world_size: int) -> dict[str, str]:
-    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+@on_ranks(2)
+def test_zero_is_refused_among_workers_and_no_other_optimizer(rank: int):
+    alone = [dist.new_group([r]) for r in range(2)][rank]
     kinds: dict[str, Callable[[Any], Any]] = {
         "alone": lambda p: ZeroRedundancyOptimizer(p, torch.optim.SGD, process_group=alone, lr=0.01),
         "plain": lambda p: torch.optim.AdamW(p, 0.01),
@@ -60,18 +62,15 @@ def of_optimizers(rank: int, world_size: int) -> dict[str, str]:
         net = model()
         method = CO2(net.parameters(), CO2Config(tau=2))
         found[kind] = told(net, method, make([*net.parameters()]))
-    return found
+    assert found["plain"] == found["alone"] == found["fused"] == ""
+    for kind, name in (("zero", "ZeroRedundancyOptimizer"), ("subclass", "Subclass")):
+        assert found[kind].startswith(f"UserError: {name} shards the parameters over ranks [0, 1]"), found
 
 
-def test_zero_is_refused_among_workers_and_no_other_optimizer():
-    for found in run_distributed(of_optimizers, 2):
-        assert found["plain"] == found["alone"] == found["fused"] == ""
-        for kind, name in (("zero", "ZeroRedundancyOptimizer"), ("subclass", "Subclass")):
-            assert found[kind].startswith(f"UserError: {name} shards the parameters over ranks [0, 1]"), found
-
-
-def of_batchnorm(rank: int, world_size: int, kind: str) -> str:
-    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+@pytest.mark.parametrize("kind", ["trained", "alone", "evaluated", "not called"])
+@on_ranks(2)
+def test_syncbatchnorm_is_warned_of_once_where_it_waits_for_workers(rank: int, kind: str):
+    alone = [dist.new_group([r]) for r in range(2)][rank]
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     net = nn.SyncBatchNorm.convert_sync_batchnorm(net, alone if kind == "alone" else None)
     net.train(kind != "evaluated")
@@ -84,21 +83,16 @@ def of_batchnorm(rank: int, world_size: int, kind: str) -> str:
                     net(torch.randn(2, 4))
             method.step()
     method.finish()
-    return " | ".join(str(w.message) for w in found)
+    said = " | ".join(str(w.message) for w in found)
+    assert said.count("the model has SyncBatchNorm, which waits for 2") == (kind == "trained"), said
 
 
-@pytest.mark.parametrize("kind", ["trained", "alone", "evaluated", "not called"])
-def test_syncbatchnorm_is_warned_of_once_where_it_waits_for_workers(kind: str):
-    for found in run_distributed(of_batchnorm, 2, kind):
-        assert found.count("the model has SyncBatchNorm, which waits for 2") == (kind == "trained"), found
-
-
-def of_shards(rank: int, world_size: int) -> list[str]:
-    found = []
+@on_ranks(2)
+def test_a_model_that_is_sharded_over_the_workers_is_refused_by_every_method(rank: int):  # noqa: ARG001
     for shard in (
         lambda net: FullyShardedDataParallel(net, device_id=torch.device("cpu")),
         lambda net: FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True),
-        lambda net: fully_shard(net, mesh=init_device_mesh("cpu", (world_size,))),
+        lambda net: fully_shard(net, mesh=init_device_mesh("cpu", (2,))),
     ):
         net = model()
         net = shard(net) or net
@@ -108,18 +102,8 @@ def of_shards(rank: int, world_size: int) -> list[str]:
             lambda p: SlowMo(p, 2),
             lambda p: OverlapLocalSGD(p, 2),
         ):
-            try:
-                make(net.parameters())
-                found.append("made")
-            except UserError as error:
-                found.append(str(error))
-    return found
-
-
-def test_a_model_that_is_sharded_over_the_workers_is_refused_by_every_method():
-    for found in run_distributed(of_shards, 2):
-        for text in found:
-            assert "over ranks [0, 1]" in text and "different shards would be averaged" in text, found
+            text = refusal(make, net.parameters())
+            assert "over ranks [0, 1]" in text and "different shards would be averaged" in text
 
 
 # -- step() more often than the optimizer -----------------------------------------------------------------------------
@@ -234,8 +218,10 @@ def test_parameters_without_gradients_are_no_reason_to_warn():
             method.step()
 
 
-def batch_norm(rank: int, world_size: int, given: bool) -> list[str]:
-    """What a method says of BatchNorm's statistics, with them as buffers and without."""
+@pytest.mark.parametrize("given", [False, True])
+@on_ranks(2)
+def test_statistics_that_are_not_averaged_are_warned_of_once(rank: int, given: bool):
+    """BatchNorm's, with them as buffers and without. The first worker says it."""
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with warnings.catch_warnings(record=True, action="always") as told:
         co2 = CO2(net.parameters(), CO2Config.paper(2), buffers=net.buffers() if given else ())
@@ -243,13 +229,8 @@ def batch_norm(rank: int, world_size: int, given: bool) -> list[str]:
             co2.step()
         co2.finish()
     co2.close()
-    return [str(w.message) for w in told if "BatchNorm" in str(w.message)]
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_statistics_that_are_not_averaged_are_warned_of_once(given: bool):
-    said = run_distributed(batch_norm, 2, given)[0]
-    assert len(said) == (not given) and all("give buffers=model.buffers()" in text for text in said), said
+    said = [str(w.message) for w in told if "BatchNorm" in str(w.message)]
+    assert rank or len(said) == (not given) and all("give buffers=model.buffers()" in text for text in said), said
 
 
 def test_closing_after_an_exception_hides_it_not():

@@ -31,14 +31,7 @@ from language.data import (
     train_batches,
     window_keys,
 )
-from language.prepare import (
-    Documents,
-    prepare,
-    read_documents,
-    split_documents,
-    text_files,
-    train_tokenizer,
-)
+from language.prepare import Documents, prepare, read_documents, split_documents, text_files, train_tokenizer
 from language.recipes import gpt2_pydoc_small
 from tests.damages import forbid, room
 from tests.scripts import run_script
@@ -87,13 +80,6 @@ def test_windows_depend_on_seed_epoch_and_rank_alone():
     assert not torch.equal(*epochs)
 
 
-def test_causal_targets_are_the_next_tokens():
-    recipe = replace(gpt2_pydoc_small(), batch_size=4)
-    ((inputs, targets),) = train_batches(TOKENS, CausalObjective(8), recipe, rank=0, world_size=2, start=0, total=1)
-    assert inputs.shape == targets.shape == (2, 8) and inputs.dtype == torch.int64
-    assert torch.equal(inputs + 1, targets)
-
-
 @pytest.mark.parametrize("objective", [CausalObjective(8), MASKED])
 def test_batches_do_not_depend_on_loader_processes_or_resuming(objective):
     recipe = replace(gpt2_pydoc_small(), batch_size=4)
@@ -105,11 +91,6 @@ def test_batches_do_not_depend_on_loader_processes_or_resuming(objective):
     assert len(here) == 8 and not torch.equal(here[0][0], here[1][0])
     for (inputs, targets), (same, wanted) in zip(here[3:], there, strict=True):
         assert torch.equal(inputs, same) and torch.equal(targets, wanted)
-
-
-def test_too_little_text_is_refused():
-    with pytest.raises(UserError, match=r"batch_size=6 \(global\) exceeds the 1 training samples"):
-        _starts(CausalObjective(400))
 
 
 def test_masking_follows_the_15_80_10_10_rule_never_predicts_the_end_and_changes_with_the_epoch_alone():
@@ -576,14 +557,3 @@ def test_a_tokenizer_that_cannot_serve_is_one_line(library: Path, tmp_path: Path
         file.write_text(name) if name == "{}" else tokenizer.save(str(file))
         with pytest.raises(UserError, match=f"^--tokenizer {file} .*{said}[^\n]*$"):
             prepare((library,), out=tmp_path / "corpus", tokenizer=file)
-
-
-def test_a_token_file_that_was_cut_is_noticed(library: Path, tmp_path: Path):
-    meta = prepare((library,), out=tmp_path / "corpus", vocab_size=300)
-    file = tmp_path / "corpus" / "train.bin"
-    file.write_bytes(file.read_bytes()[:-4])
-    tokens = meta["train"]["tokens"]
-    with pytest.raises(
-        UserError, match=f"train.bin holds {tokens - 2} tokens, but meta.json says {tokens}: copy it again"
-    ):
-        load_corpus(tmp_path / "corpus")

@@ -16,9 +16,9 @@ from core.errors import UserError
 from core.testing import run_distributed
 from language.lengths import dealt
 from language.lengths.dealt import Dealt, island_of
-from language.lengths.plan import Island
 from language.recipe import LanguageRecipe, RingsConfig
 from language.recipes import gpt2_pydoc_small
+from tests.on_ranks import on_ranks, total_world_size
 from tests.problems import flat
 from training.loop.run import Run
 
@@ -104,11 +104,13 @@ def test_islands_train_as_as_many_workers_also_when_stopped_and_resumed(tmp_path
 CONFIG = SimpleNamespace(hidden_size=4, num_hidden_layers=2)
 
 
-def planned(rank: int, ranks: int) -> tuple[Island, int, int]:
-    """The island where ranks need unlike times, and how many tokens this one holds of a row and of an empty one."""
+@pytest.mark.slow  # four processes import transformers
+@on_ranks(4)
+def test_all_ranks_plan_with_the_slowest_ranks_costs(rank: int):
+    """4 ranks on 2 machines: the last rank's times are 9 and 5 s, hops 4 s."""
     from training.start.workers import make_mesh
 
-    mesh = make_mesh(torch.device("cpu"), ranks, 0, 60.0)
+    mesh = make_mesh(torch.device("cpu"), 4, 0, 60.0)
     assert mesh is not None
     with pytest.MonkeyPatch.context() as patch:
         times = iter([6.0 + rank, 2.0 + rank, *[1.0 + rank] * 4])
@@ -118,18 +120,12 @@ def planned(rank: int, ranks: int) -> tuple[Island, int, int]:
         of = island_of(replace(ISLANDS, rings=RingsConfig()), model, mesh, 16, contextlib.nullcontext())
     dealt_out = Dealt(None, "rings", 1.0, *of)  # pyright: ignore[reportArgumentType]
     documents = [(torch.ones(n, dtype=torch.int64), torch.ones(n, dtype=torch.int64)) for n in (100, 9, 60)]
-    return dealt_out.island, dealt_out.row(documents).ids.numel(), dealt_out.row([]).ids.numel()
-
-
-@pytest.mark.slow  # four processes import transformers
-def test_all_ranks_plan_with_the_slowest_ranks_costs():
-    """4 ranks on 2 machines: the last rank's times are 9 and 5 s, hops 4 s."""
-    (island, *_), *others = found = run_distributed(planned, 4)
-    assert all(other[0] == island for other in others) and island.nodes == island.devices == 2
+    island, tokens = dealt_out.island, total_world_size(dealt_out.row(documents).ids.numel())
+    assert total_world_size(island) == [island] * 4 and island.nodes == island.devices == 2
     assert island.attention == pytest.approx((9 - 5) / (2 * 16**2 * (1 - 1 / 8)))
     assert island.linear == pytest.approx((5 / 2 - island.attention * 16**2 / 8) / 16)
     assert island.inside == island.across == (12.0, 0.0)
-    assert sum(tokens for _, tokens, _ in found) == 169 and {empty for *_, empty in found} == {1}
+    assert sum(tokens) == 169 and dealt_out.row([]).ids.numel() == 1
 
 
 def test_rings_in_32_bits_on_a_gpu_are_refused():

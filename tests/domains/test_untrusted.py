@@ -15,9 +15,7 @@ import training.prepared  # noqa: F401, transformers imports torchvision when it
 # isort: split
 import training.folder.run_folder as folder
 import training.folder.settings as settings
-from bench.loss.__main__ import Rows
 from core import UserError
-from core.checkpoint import runs as checkpoint
 from language import pretrained, zo_replay
 from language.data import load_corpus
 from language.prepare import read_documents
@@ -71,14 +69,6 @@ def test_no_such_json_is_more_than_a_line(tmp_path: Path, reader: str, kind: str
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-def test_rows_of_a_search_are_refused_by_their_line(tmp_path: Path, kind: str):
-    whole = text(tmp_path / "rows.jsonl", TEXTS[kind] if isinstance(TEXTS[kind], bytes) else TEXTS[kind] + "\n")
-    if kind not in ("nothing", "no UTF-8"):
-        with pytest.raises(UserError, match="line 1 is no row of this command"):
-            Rows(whole)
-
-
-@pytest.mark.parametrize("kind", TEXTS)
 def test_a_run_folder_of_such_files_is_told_of(tmp_path: Path, kind: str):
     """By --collect and --status, and by a run that goes on."""
     for name in ("config.json", "summary.json", "metrics.jsonl"):
@@ -99,13 +89,6 @@ def test_lines_of_other_types_are_left_out_and_the_others_kept(tmp_path: Path):
     assert collect.logged(tmp_path, "seconds") == [(1, 1.0), (2, 2.0), (3, 3.0), (40, 40.0)]
     folder._cut(tmp_path / "metrics.jsonl", 10)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(good[:3])
-
-
-@pytest.mark.parametrize("kind", TEXTS)
-def test_a_checkpoint_with_such_a_manifest_is_refused(tmp_path: Path, kind: str):
-    text(tmp_path / checkpoint.MANIFEST, TEXTS[kind])
-    state, workers, problem = checkpoint._read(tmp_path, 0)
-    assert state is None and workers == 0 and problem and "\n" not in problem
 
 
 # -- arrays -----------------------------------------------------------------------------------------------------------

@@ -51,13 +51,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], se
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "of",
-    [
-        VISION,
-        (*VISION, "--co2.compression.format", "int4"),
-        ("language.train", "gpt2_pydoc_small", "--batch_size", "6"),
-    ],
-    ids=["vision", "int4", "language"],
+    "of", [VISION, ("language.train", "gpt2_pydoc_small", "--batch_size", "6")], ids=["vision", "language"]
 )
 def test_a_run_goes_on_and_takes_a_worker_back(of: tuple[str, ...], tmp_path: Path):
     process = start(tmp_path, 1, "--epochs", "400", of=of)

@@ -67,6 +67,18 @@ def more(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def run(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """The folder of a run of that name."""
+    return (folder if request.param in JOBS else request.getfixturevalue("more")) / request.param
+
+
+def of_runs(*names: str) -> pytest.MarkDecorator:
+    """A run that is not among JOBS is slow."""
+    slow = [name if name in JOBS else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("run", slow, indirect=True)
+
+
 def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.equal(t, others[name]) for name, t in some.items())
 
@@ -75,22 +87,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("method", ["ddp", "co2"])
-def test_two_workers_learn_the_answers(folder: Path, method: str):
-    check_the_answers(folder, method)
-
-
-@pytest.mark.slow
-def test_two_workers_learn_the_answers_dealt_by_length(more: Path):
-    check_the_answers(more, "dealt")
-
-
-def check_the_answers(folder: Path, method: str) -> None:
-    found = logged(folder / method)
-    assert found[-1] < found[0] - 1 and summary(folder / method)["val_loss"] < 2, "guessing among all tokens: 6.1"
-    assert summary(folder / method)["steps"] == STEPS and summary(folder / method)["val_samples"] == 20
-    assert logged(folder / method, "val_part_samples") == [8, 8]
-    assert logged(folder / method, "val_samples") == [20], "all of them, at the end"
+@of_runs("ddp", "co2", "dealt")
+def test_two_workers_learn_the_answers(run: Path):
+    """Dealt by length, too."""
+    found, end = logged(run), summary(run)
+    assert found[-1] < found[0] - 1 and end["val_loss"] < 2, "guessing among all tokens: 6.1"
+    assert end["steps"] == STEPS and end["val_samples"] == 20
+    assert logged(run, "val_part_samples") == [8, 8]
+    assert logged(run, "val_samples") == [20], "all of them, at the end"
 
 
 def test_the_tuned_folder_is_the_model_that_was_evaluated(folder: Path, tmp_path: Path):
@@ -110,17 +114,9 @@ def test_text_is_learned(more: Path):
 # -- without gradients --------------------------------------------------------------------------------------------
 
 
-def test_the_held_out_loss_falls_without_gradients(folder: Path):
-    check_that_it_falls(folder, "zo")
-
-
-@pytest.mark.slow
-def test_the_held_out_loss_falls_in_16_bits(more: Path):
-    check_that_it_falls(more, "zo 16 bits")
-
-
-def check_that_it_falls(folder: Path, run: str) -> None:
-    found = logged(folder / run, "val_part_loss") + logged(folder / run, "val_loss")
+@of_runs("zo", "zo 16 bits")
+def test_the_held_out_loss_falls_without_gradients(run: Path):
+    found = logged(run, "val_part_loss") + logged(run, "val_loss")
     assert len(found) == 3 and found[-1] < found[0] - 0.2
 
 
@@ -135,24 +131,15 @@ def test_one_worker_tunes_as_a_pair_does_and_a_resumed_run_as_an_uninterrupted_o
     assert equal(weights(folder / "zo halves" / "model"), weights(folder / "zo" / "model"))
 
 
-def test_the_first_model_and_the_scalars_give_the_tuned_one(folder: Path, tmp_path: Path):
-    check_the_replay(folder, tmp_path, "zo")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ["zo halves", "zo 16 bits", "zo text"])
-def test_the_first_model_and_the_scalars_give_any_tuned_one(more: Path, tmp_path: Path, run: str):
-    check_the_replay(more, tmp_path, run)
-
-
-def check_the_replay(folder: Path, tmp_path: Path, run: str) -> None:
-    steps = STEPS // 3 if run == "zo text" else STEPS
-    *_, numbers = (folder / run / "replay" / "scalars").read_bytes().partition(b"\n")
+@of_runs("zo", "zo halves", "zo 16 bits", "zo text")
+def test_the_first_model_and_the_scalars_give_the_tuned_one(run: Path, tmp_path: Path):
+    steps, first = STEPS // 3 if run.name == "zo text" else STEPS, run.parent / "model"
+    *_, numbers = (run / "replay" / "scalars").read_bytes().partition(b"\n")
     assert len(numbers) == 8 * steps
-    zo_replay.replay(folder / run / "replay", folder / "model", tmp_path / "out")
+    zo_replay.replay(run / "replay", first, tmp_path / "out")
     found = weights(tmp_path / "out")
-    assert equal(found, weights(folder / run / "model")) and not equal(found, weights(folder / "model"))
-    assert {t.dtype for t in found.values()} == {torch.bfloat16 if run == "zo 16 bits" else torch.float32}
+    assert equal(found, weights(run / "model")) and not equal(found, weights(first))
+    assert {t.dtype for t in found.values()} == {torch.bfloat16 if run.name == "zo 16 bits" else torch.float32}
 
 
 def test_a_replay_that_would_give_another_model_is_refused(folder: Path, tmp_path: Path):

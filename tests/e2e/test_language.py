@@ -76,20 +76,15 @@ FROM_DDP = ZO | {"init_from": "ddp", "epoch_steps": 6, "batch_size": 15, "epochs
 STREAMED = FROM_DDP | {"name": "zo halves", "offload": True}
 DEALT = LONG | {"balance": "round", "context": 64}  # rounds of whole documents
 JOBS = {"ddp": LONG | {"method": "ddp"}, "co2": LONG, "zo": FROM_DDP}
-MORE = (
-    {model: {"model": model, "epochs": 3} for model in ("roberta_tiny", "transnormer_tiny")}
-    | {name: {"epochs": 1, "seed": seed} for name, seed in (("a", 0), ("b", 1))}
-    | {"two parts": {"epochs": 1, "accumulate": 2}}
-    | {
-        "stopped": LONG | {"stop_at": 13, "name": "halves"},
-        "resumed": LONG | {"resume": True, "name": "halves"},
-        "dealt": DEALT,
-        "dealt, stopped": DEALT | {"stop_at": 7, "name": "dealt halves"},
-        "dealt, resumed": DEALT | {"resume": True, "name": "dealt halves"},
-        "zo first half": STREAMED | {"epochs": 1},
-        "zo second half": STREAMED | {"resume": True, "extend": True},
-    }
-)
+MORE = {model: {"model": model, "epochs": 3} for model in ("roberta_tiny", "transnormer_tiny")} | {
+    "stopped": LONG | {"stop_at": 13, "name": "halves"},
+    "resumed": LONG | {"resume": True, "name": "halves"},
+    "dealt": DEALT,
+    "dealt, stopped": DEALT | {"stop_at": 7, "name": "dealt halves"},
+    "dealt, resumed": DEALT | {"resume": True, "name": "dealt halves"},
+    "zo first half": STREAMED | {"epochs": 1},
+    "zo second half": STREAMED | {"resume": True, "extend": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +121,8 @@ def test_the_other_models_learn_on_two_workers(folder: Path, model: str):
 
 
 @pytest.mark.slow
-def test_seeds_change_the_losses_and_micro_batches_or_a_stop_do_not(more: dict[str, list[float]]):
-    losses = more
-    assert losses["a"] != losses["b"] and losses["two parts"] == pytest.approx(losses["a"], rel=1e-4)
-    assert losses["halves"] == losses["co2"] and len(losses["co2"]) == 6
+def test_a_stop_does_not_change_the_losses(more: dict[str, list[float]]):
+    assert more["halves"] == more["co2"] and len(more["co2"]) == 6
 
 
 @pytest.mark.slow

@@ -218,22 +218,6 @@ def test_every_recipe_of_the_papers_tasks_is_in_a_row_and_every_row_has_a_stand_
         assert not without or "stand-in" in table.note, f"{name}: {without[0].label}"
 
 
-def test_a_jobs_line_holds_all_that_its_row_says():
-    small, _ = TABLES["gap"].rows
-    variables, command = reproduce.submission(small, "a100", seed=2)
-    name = "gpt2_small_owt-co2-tau48-8nodes-gap_none-seed2"
-    assert command[:4] == ["sbatch", "--nodes=8", f"--job-name={name}", "--dependency=singleton"]
-    assert command[4:] == ["slurm/gpt2_a100.sh", "--co2.gap", "none", "--co2.allow_unstable"]
-    assert variables == {
-        "RECIPE": "gpt2_small_owt",
-        "METHOD": "co2",
-        "TAU": "48",
-        "BATCH_SIZE": "512",  # 480 does not divide by 64
-        "SEED": "2",
-        "OUT": f"runs/a100/{name}",
-    }
-
-
 @pytest.mark.parametrize("cluster", reproduce.NODES)
 def test_no_two_jobs_share_a_run_folder_unless_they_are_one(cluster: reproduce.Cluster):
     jobs: dict[str, tuple] = {}

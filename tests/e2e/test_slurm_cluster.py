@@ -373,12 +373,3 @@ def test_a_job_outlives_the_loss_of_a_node(slurm: Cluster, undisturbed: str):
     slurm.kill(lost, signal.SIGKILL)
     assert slurm.wait(job) == "COMPLETED", slurm.output(job)
     same_end(slurm, "bereft", undisturbed)
-
-
-def test_no_process_is_left_when_a_test_fails():
-    if reason := missing():
-        pytest.skip(f"no real Slurm here: {reason}")
-    with pytest.raises(RuntimeError, match="a test fails"), cluster(nodes=1) as running:
-        assert len(running.processes()) >= 3 and running.processes("node0")
-        raise RuntimeError("a test fails")
-    assert not running.processes() and not running.folder.exists()

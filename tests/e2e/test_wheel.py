@@ -1,6 +1,5 @@
 """The package that is built: one top-level name, which works beside torch and numpy alone, from any folder."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -22,23 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results", "runs", "site")
 INFO = f"co2_training-{__version__}.dist-info"
 ABOUT = {f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE")}
-
-SCRIPT = """
-import os, sys, torch, torch._dynamo, torch.distributed as dist  # which the first optimiser imports
-from co2_training import CO2, CO2Config
-other = os.fork()  # so that torch is imported once
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(other == 0), world_size=2)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-co2 = CO2(model.parameters(), CO2Config(tau=2))
-for _ in range(7):
-    model(torch.randn(8, 4)).square().mean().backward()
-    optimizer.step(), optimizer.zero_grad(), co2.step()
-co2.finish()
-line = f"{model.weight.tolist()} {CO2.__module__} {'core' in sys.modules}\\n"
-os.write(1, line.encode())  # at once: the other writes there, too
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) if other else 0)
-"""
 
 TYPED = """# pyright: strict, reportUnknownMemberType=false
 from co2_training import CO2, CO2Config
@@ -97,17 +79,6 @@ def test_the_wheel_holds_core_and_nothing_else_and_the_sdist_what_it_is_built_fr
         inside = {Path(name).parts[1] for name in archive.getnames() if "/" in name}
     made = {"PKG-INFO", "setup.cfg", "co2_training.egg-info"}
     assert inside - made == {"LICENSE", "README.md", "core", "pyproject.toml"}
-
-
-def test_two_workers_train_with_the_installed_package(python: Path, tmp_path: Path):
-    """From a folder that has nothing but the script: both end with one model."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [str(python), "train.py", str(tmp_path / "rendezvous")]
-    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    first, second = ended.stdout.splitlines()
-    assert first == second and first.endswith("co2_training.co2 False")
 
 
 def test_the_installed_package_starts_elastic_workers(python: Path, tmp_path: Path):

@@ -29,7 +29,6 @@ from torch.distributed.fsdp import fully_shard
 from core import CO2, CO2Config, CompressionConfig, load, make_method, node_mesh, save
 from core.guards.workers import forget
 from core.testing import run_distributed
-from tests.gpu.problem import synchronisations
 
 PAPER = CO2Config(tau=4)
 RECOMMENDED = CO2Config(4, outer_momentum=0.0, gap="none", merge="keep_local", delay=2)
@@ -183,24 +182,6 @@ def test_the_methods_agree_over_gloo(ranks: int, name: str):
 @pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_nccl_ranks_agree_with_each_other_with_a_resume_and_with_gloo(ranks: int, name: str):
     check(ends(ranks, NCCL), name, ends(ranks, "gloo")[0])
-
-
-def steps_in_debug_mode(rank: int, ranks: int, name: str) -> list[str]:
-    trained = Trained(name, "cuda:0", rank)
-    trained.go(range(12))
-    with synchronisations() as found:
-        for _ in range(12, 20):
-            for p in trained.net.parameters():
-                p.data.mul_(0.999)
-            trained.method.step()
-    trained.end()
-    return found
-
-
-@gpu
-@pytest.mark.parametrize("name", ["paper", "recommended, int4", "sharded"])
-def test_a_step_between_nccl_ranks_makes_no_synchronising_call(name: str):
-    assert run_distributed(steps_in_debug_mode, 2, name, timeout=90, backend=NCCL) == [[], []]
 
 
 # -- a peer that comes late, or not at all ---------------------------------------------------------------------------

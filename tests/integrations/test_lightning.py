@@ -223,31 +223,30 @@ def test_validations_and_checkpoints_are_of_one_model(tmp_path: Path) -> None:
     assert all(float(row["co2/boundary_seconds"]) > 0 for row in rows if row.get("co2/round"))
 
 
-def not_resumed(rank: int, workers: int, folder: str) -> None:
+@on_ranks(2, through=ranks)
+def test_training_resumes_only_from_the_checkpoint_that_fit_is_given(rank: int, tmp_path: Path) -> None:  # noqa: ARG001
     """Training after a validation of a checkpoint starts anew, and so does training after the learning rate finder."""
     from lightning.pytorch.callbacks import LearningRateFinder
+
+    folder = str(tmp_path)
 
     def save(trainer: Any, strategy: Any) -> None:
         if trainer.global_step == CALLED:
             trainer.save_checkpoint(f"{folder}/mid.ckpt")
 
-    quiet = {"limit_val_batches": 0, "devices": workers}
+    quiet = {"limit_val_batches": 0, "devices": 2}
     whole = run(folder, after_batch=save, **quiet)
     weights = torch.load(f"{folder}/mid.ckpt", weights_only=True)["state_dict"]
     net = Net(7)
     net.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
     fresh = run(f"{folder}/fresh", net=net, **quiet)
-    again = run(f"{folder}/again", net=Net(8), validated=f"{folder}/mid.ckpt", devices=workers)
+    again = run(f"{folder}/again", net=Net(8), validated=f"{folder}/mid.ckpt", devices=2)
     plain.assert_equal(again["trace"][:11], fresh["trace"][:11])  # up to the first epoch's validation
     assert again["steps"] == whole["steps"]
     finder = LearningRateFinder(num_training_steps=7, update_attr=False)
     found = run(f"{folder}/found", callbacks=[finder], **quiet)
     assert found["steps"] == whole["steps"]
     plain.assert_equal(found["trace"][-len(whole["trace"]) :][:12], whole["trace"][:12])  # later ones: other batches
-
-
-def test_training_resumes_only_from_the_checkpoint_that_fit_is_given(tmp_path: Path) -> None:
-    ranks(not_resumed, 2, str(tmp_path))
 
 
 def stopping(rank: int, workers: int, folder: str) -> Any:
@@ -391,7 +390,8 @@ def test_random_numbers_go_on_after_an_epoch_with_loading_processes(rank: int, t
     plain.assert_equal(again["trace"], whole["trace"][24:])
 
 
-def mistakes(rank: int, workers: int, folder: str) -> list[str]:
+@on_ranks(1, through=ranks)
+def test_mistakes_get_one_line(rank: int, tmp_path: Path) -> None:  # noqa: ARG001
     from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 
     from core.integrations.lightning import CO2Strategy
@@ -408,9 +408,5 @@ def mistakes(rank: int, workers: int, folder: str) -> list[str]:
     every = ({"sync_batchnorm": True}, {"net": Wrapped()}, {"callbacks": [StochasticWeightAveraging(0.1)]})
     every += ({"net": Net(), "callbacks": [Unfreezes()]},)
     assert CO2Strategy().co2 is None
-    return plain.said_of(every, lambda **changes: run(folder, limit_val_batches=0, **changes))
-
-
-def test_mistakes_get_one_line(tmp_path: Path) -> None:
-    (said,) = ranks(mistakes, 1, str(tmp_path))
+    said = plain.said_of(every, lambda **changes: run(str(tmp_path), limit_val_batches=0, **changes))
     plain.assert_lines(said, "CO2Strategy", "is SyncBatchNorm", "in DataParallel", "use WeightAveraging", "Unfreezes")

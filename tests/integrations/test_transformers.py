@@ -17,6 +17,7 @@ from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import ranks
 from tests.on_ranks import on_ranks
+from tests.problems import refusal
 
 PRELOAD += ["transformers.trainer", "core.integrations.transformers", "tensorboard", "torch.utils.tensorboard"]
 
@@ -123,25 +124,19 @@ def test_sigterm_to_all_processes_of_a_node_reaches_only_a_handler(rank: int, tm
     plain.assert_equal(own["trace"], plain.train(plain.in_turn(rank, 2)))
 
 
-def not_among(rank: int, workers: int, folder: str) -> str:
+@on_ranks(2, through=ranks)
+def test_a_callback_that_was_not_added_is_refused(rank: int, tmp_path: Path) -> None:  # noqa: ARG001
     from transformers import Trainer
 
-    from core import UserError
     from core.integrations.transformers import CO2Callback
 
-    trainer = Trainer(ForTrainer(), arguments(folder, {}), train_dataset=[{"x": torch.zeros(6), "labels": 0}] * 4)
+    trainer = Trainer(
+        ForTrainer(), arguments(str(tmp_path), {}), train_dataset=[{"x": torch.zeros(6), "labels": 0}] * 4
+    )
     callback = CO2Callback(trainer, PAPER)
-    try:
-        trainer.train()
-    except UserError as error:
-        trainer.add_callback(callback)
-        trainer.train()
-        return str(error)
-    return "it trained without an average"
-
-
-def test_a_callback_that_was_not_added_is_refused(tmp_path: Path) -> None:
-    assert all("add it with trainer.add_callback()" in told for told in ranks(not_among, 2, str(tmp_path)))
+    assert "add it with trainer.add_callback()" in refusal(trainer.train)
+    trainer.add_callback(callback)
+    trainer.train()
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -255,7 +250,8 @@ def test_saves_in_mid_round_stops_early_and_loads_the_best(tmp_path: Path) -> No
     assert a["recommended"]["steps"] == 240
 
 
-def breaks_off(rank: int, workers: int, folder: str) -> str:
+@on_ranks(2, through=ranks)
+def test_an_exception_in_training_leaves_the_others(rank: int, tmp_path: Path) -> None:
     """A worker's training raises, and its process stays, as in a notebook."""
     from transformers import TrainerCallback
 
@@ -264,15 +260,8 @@ def breaks_off(rank: int, workers: int, folder: str) -> str:
             if rank == 1 and state.global_step == 7:
                 raise KeyError("deliberate")
 
-    try:
-        run(folder, callbacks=[Fails()])
-    except (KeyError, CollectiveError) as error:
-        return type(error).__name__
-    return ""
-
-
-def test_an_exception_in_training_leaves_the_others(tmp_path: Path) -> None:
-    assert ranks(breaks_off, 2, str(tmp_path)) == ["CollectiveError", "KeyError"]
+    with pytest.raises(KeyError if rank else CollectiveError):
+        run(str(tmp_path), callbacks=[Fails()])
 
 
 def alone(rank: int, workers: int, folder: str) -> None:

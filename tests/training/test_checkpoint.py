@@ -5,7 +5,6 @@ import io
 import json
 import os
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,8 +20,10 @@ from torch import nn
 from core import CO2Config, UserError
 from core.checkpoint import runs as checkpoint
 from core.checkpoint import stored
-from core.testing import _context, run_distributed
+from core.testing import _context
 from tests.damages import changed, forbid, names, signed
+from tests.on_ranks import on_ranks
+from tests.problems import refusal
 from tests.runs import Loop
 from training.loop.run import Run
 from training.recipe import Recipe
@@ -105,22 +106,14 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "truncated": (FILE, half, f"{FILE} is damaged, its size differs"),
     "a flipped bit": (FILE, flip, f"{FILE} is damaged, its checksum differs"),
     "no file": (FILE, Path.unlink, f"{FILE} is missing"),
-    "another digest": (
-        "manifest.json",
-        names(lambda of: {FILE: of[FILE] | {"sha256": "0"}}),
-        f"{FILE} is damaged",
-    ),
+    "another digest": ("manifest.json", names(lambda of: {FILE: of[FILE] | {"sha256": "0"}}), f"{FILE} is damaged"),
     "no digest": ("manifest.json", names(lambda of: {FILE: {}}), "it cannot be read, KeyError: 'bytes'"),
     "garbage": (FILE, forged(lambda path: path.write_bytes(b"garbage" * 999)), f"{FILE} cannot be read"),
     "hostile": (FILE, forged(lambda path: torch.save(Hostile(path), path)), f"{FILE} cannot be read"),
     "no dict": (FILE, forged(lambda path: torch.save([1], path)), "it cannot be read, "),
     "no such worker": (FILE, changed(lambda state: state["elsewhere"].update({"['step']": 7})), "rank7.pt"),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json is missing"),
-    "a worker more": (
-        "manifest.json",
-        names(lambda of: of | {"rank1.pt": of[FILE]}),
-        "rank1.pt is missing",
-    ),
+    "a worker more": ("manifest.json", names(lambda of: of | {"rank1.pt": of[FILE]}), "rank1.pt is missing"),
     "a FIFO": (FILE, FIFO, f"{FILE} is no regular file"),
     "a device": (FILE, DEVICE, f"{FILE} is no regular file"),
     "a word for a step": (FILE, changed(lambda state: state.update(step="x")), "it holds step 'x', unlike its name"),
@@ -216,27 +209,24 @@ def test_an_old_job_that_is_woken_leaves_the_checkpoints_of_a_later_start_alone(
     assert [p.name for p in tmp_path.iterdir()] == ["step000000002"]
 
 
-def on_all(rank: int, world_size: int, folder: str) -> list[Any]:
-    """What is loaded where what rank 1 wrote is damaged, and where rank 1 does not see the newest."""
-    views = [Path(folder, "spoilt"), Path(folder, "ahead" if rank == 0 else "behind")]
-    save(views[0], 1, 2, rank=rank, world_size=world_size)
-    for view in (Path(folder, "ahead"), Path(folder, "behind")):
-        save(view, 1, 2, rank=rank, world_size=world_size)
+@on_ranks(2)
+def test_all_workers_take_the_newest_that_all_can_load(rank: int, tmp_path: Path):
+    """Where what rank 1 wrote is damaged, and where rank 1 does not see the newest."""
+    views = [tmp_path / "spoilt", tmp_path / ("ahead" if rank == 0 else "behind")]
+    for name in ("spoilt", "ahead", "behind"):
+        save(tmp_path / name, 1, 2, rank=rank, world_size=2)
     if rank == 1:
         os.truncate(views[0] / "step000000002" / "rank1.pt", 100)
         (views[1] / "step000000002").rename(views[1] / "later")
     dist.barrier()
-    return [load(view, rank, world_size) for view in views]
+    assert [load(view, rank, 2) for view in views] == [1, 1]
 
 
-def test_all_workers_take_the_newest_that_all_can_load(tmp_path: Path):
-    assert run_distributed(on_all, 2, str(tmp_path)) == [[1, 1], [1, 1]]
-
-
-def not_finite(rank: int, world_size: int, folder: str) -> tuple[list[bool], list[str], str]:
+@on_ranks(2)
+def test_a_model_that_is_not_finite_is_not_written_and_costs_no_other(rank: int, tmp_path: Path):
     """At steps 2 and 3 a number of rank 1's model is NaN, once in a tensor of no dimensions."""
     sys.stderr = said = io.StringIO()
-    saver, written = checkpoint.Saver(Path(folder), rank, world_size, "a"), []
+    saver, written = checkpoint.Saver(tmp_path, rank, 2, "a"), []
     nan = torch.tensor(float("nan") if rank == 1 else 0.0)
     for step, spoilt in enumerate([{}, {"w": nan.expand(3)}, {"w": nan}, {}], 1):
         model: dict[str, Any] = {"v": torch.ones(3), "n": torch.tensor(2), "kind": "any"} | spoilt
@@ -244,26 +234,18 @@ def not_finite(rank: int, world_size: int, folder: str) -> tuple[list[bool], lis
         written.append(saver.wait())
     saver.close()
     sys.stderr = sys.__stderr__
-    return written, sorted(path.name for path in Path(folder).iterdir()), said.getvalue()
+    assert written == [True, False, False, True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step000000001", "step000000004"]
+    told = [f"warning: step {step}: the model of rank 1 is not finite" for step in (2, 3)]
+    assert rank or [line.split(": no")[0] for line in said.getvalue().splitlines()] == told
 
 
-def test_a_model_that_is_not_finite_is_not_written_and_costs_no_other(tmp_path: Path):
-    kept = ["step000000001", "step000000004"]
-    first, second = run_distributed(not_finite, 2, str(tmp_path))
-    assert first[:2] == second[:2] == ([True, False, False, True], kept)
-    assert [line.split(": no")[0] for line in first[2].splitlines()] == [
-        f"warning: step {step}: the model of rank 1 is not finite" for step in (2, 3)
-    ]
-
-
-def shared_out(rank: int, world_size: int, folder: str) -> None:
-    held = {"x": torch.ones(3), "y": torch.full((3,), float(rank // 2)), "z": torch.full((3,), float(rank))}
-    save(Path(folder), 1, rank=rank, world_size=world_size, **held)
-
-
-def test_what_workers_share_is_written_once(tmp_path: Path):
+@on_ranks(4)
+def test_what_workers_share_is_written_once(rank: int, tmp_path: Path):
     """By hand: x is equal on all four workers, y on two and two, z differs."""
-    run_distributed(shared_out, 4, str(tmp_path))
+    held = {"x": torch.ones(3), "y": torch.full((3,), float(rank // 2)), "z": torch.full((3,), float(rank))}
+    save(tmp_path, 1, rank=rank, world_size=4, **held)
+    dist.barrier()
     files = [torch.load(tmp_path / "step000000001" / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
     mine = [[name for name in "xyz" if file[name] is not None] for file in files]
     assert mine == [["x", "y", "z"], ["z"], ["y", "z"], ["z"]]
@@ -273,55 +255,14 @@ def test_what_workers_share_is_written_once(tmp_path: Path):
     }
 
 
-WHERE: dict[str, tuple[Any, str, int]] = {  # attempt -> what the worker is killed in, and which
-    "a": (stored, "write", 0),  # the workers know what they have
-    "b": (torch, "save", 1),  # writing its file
-    "c": (checkpoint, "publish", 0),
-    "d": (checkpoint, "tidy", 0),  # the new one is complete, the old ones are about to go
-}
-
-
-def killed(rank: int, world_size: int, folder: str, attempt: str) -> None:
-    """A worker is killed while it writes the second checkpoint."""
-    place = {"rank": rank, "world_size": world_size, "attempt": f"{ord(attempt)}-{attempt}", "by": attempt}
-    if attempt == "a":
-        save(Path(folder), 1, **place)
-    module, name, who = WHERE[attempt]
-    if rank == who:
-        setattr(module, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(RuntimeError):  # the other's connection breaks
-        save(Path(folder), 2, **place)
-
-
-def attempts(rank: int, world_size: int, folder: str) -> tuple[int, str]:
-    found = checkpoint.load_newest(Path(folder), rank=rank)
-    assert found is not None
-    return found[0]["step"], found[0]["by"]
-
-
-@pytest.mark.parametrize("places", ["a", pytest.param("abc", marks=pytest.mark.slow)])
-def test_a_checkpoint_is_of_one_attempt_wherever_a_worker_is_killed(places: str, tmp_path: Path):
-    for attempt in places:
-        run_distributed(killed, 2, str(tmp_path), attempt, expect_death=(0, 1))
-    assert run_distributed(attempts, 2, str(tmp_path)) == [(1, "a")] * 2
-    run_distributed(killed, 2, str(tmp_path), "d", expect_death=(0, 1))
-    assert run_distributed(attempts, 2, str(tmp_path)) == [(2, "d")] * 2
-
-
-def on_a_full_disk(rank: int, world_size: int, folder: str) -> str:
-    save(Path(folder), 1, rank=rank, world_size=world_size)
+@on_ranks(2)
+def test_a_full_disk_is_one_line_on_all_workers_and_leaves_the_checkpoint_before(rank: int, tmp_path: Path):
+    save(tmp_path, 1, rank=rank, world_size=2)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-    with pytest.raises(UserError) as caught:
-        save(Path(folder), 2, rank=rank, world_size=world_size, own=torch.full((1000,), float(rank)))
+    said = refusal(save, tmp_path, 2, rank=rank, world_size=2, own=torch.full((1000,), float(rank)))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return str(caught.value)
-
-
-def test_a_full_disk_is_one_line_on_all_workers_and_leaves_the_checkpoint_before(tmp_path: Path):
-    zero, one = run_distributed(on_a_full_disk, 2, str(tmp_path))
-    assert zero == one and "\n" not in one
-    assert "step000000002 cannot be written (rank 1: File too large): make room or choose another folder" in one
+    assert "step000000002 cannot be written (rank 1: File too large): make room or choose another folder" in said
     assert [p.name for p in tmp_path.iterdir()] == ["step000000001"]
 
 
@@ -356,16 +297,12 @@ def test_a_train_script_goes_on_from_the_one_before_if_a_part_is_missing(part: s
 
 def old_job(folder: Path, pipe: Any) -> None:
     """A train script that is stopped before step 9 and woken later."""
-
-    def stopped() -> None:
-        if loop.run.step == 8:
-            pipe.send("asleep")
-            pipe.recv()
-
     with pytest.raises(UserError) as caught, Run(Toy(out=folder, recommended=False)) as run:
         loop = Loop(run, nn.Linear(4, 1), 12)
-        for _ in range(12):
-            stopped()
+        for step in range(12):
+            if step == 8:
+                pipe.send("asleep")
+                pipe.recv()
             if loop.step(loop.wrapped(torch.ones(1, 4)).square().mean()).checkpoint:
                 run.save()
         run.end({})

@@ -106,13 +106,6 @@ def test_an_island_goes_and_comes_back_as_a_whole(
     assert summary(tmp_path / "run")["steps"] == STEPS
 
 
-@pytest.mark.slow
-def test_the_last_island_goes_on_alone(tmp_path: Path):
-    found = elastic(tmp_path, ("step 2", KILL, 9))
-    assert sorted(found) == ["0.0of0", "0.0of1"]
-    assert logged(tmp_path / "run", "workers") == ["1 workers: 1.0 lost"]
-
-
 def test_what_it_does_not_go_with_is_refused_in_one_line():
     for given in ({"zero": 1}, {"shard": True}, {"offload": True}):
         with pytest.raises(UserError, match="does not go with elastic: leave it out$"):

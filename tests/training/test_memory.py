@@ -9,7 +9,6 @@ import torch
 
 from core import CO2Config
 from language.train import RECIPES, make_model
-from results.paper import TABLES
 from training import checks
 from training.checks import dry_run
 from training.optim import OptimConfig
@@ -42,13 +41,6 @@ def estimate(task: str, name: str, gpus: int, **changes: Any) -> checks.Memory:
     with torch.device("meta"):
         model = train.make_model(recipe, **pad)
     return checks.estimate(recipe, model, gpus)
-
-
-def test_full_size_recipes_are_all_there():
-    """Recipes of the paper's tables, and four that are run by hand."""
-    by_hand = {("pointcloud", "shapenet55_mae"), ("vision", "imagenet_resnet50_nodes")}
-    by_hand |= {("language", "gpt2_medium_zo_owt"), ("language", "gpt2_small_wikitext103")}
-    assert set(FULL) == by_hand | {(row.task, row.recipe) for table in TABLES.values() for row in table.rows}
 
 
 @pytest.mark.parametrize(("task", "name"), FULL)

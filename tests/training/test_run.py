@@ -208,15 +208,6 @@ def test_resuming_without_a_complete_checkpoint_says_so(tmp_path: Path, capsys: 
     assert f"warning: no complete checkpoint in {tmp_path}/checkpoints: starting from step 0" in capsys.readouterr().err
 
 
-# -- behind a boundary a run reads only what a GPU has passed; a CPU stands in for it ---------------------------------
-
-
-def numbers(folder: Path) -> list[str]:
-    """What a run has logged, without times."""
-    timed = ("seconds", "hidden_share", "link_mbit")
-    return sorted(str({name: v for name, v in row.items() if not name.endswith(timed)}) for row in rows(folder))
-
-
 # -- of which model an evaluation is: the workers' common one, or each worker's own -----------------------------------
 
 

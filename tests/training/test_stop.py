@@ -19,6 +19,7 @@ from core.checkpoint import runs as checkpoint
 from core.errors import CollectiveError, DivergedError
 from core.guards.workers import MAX_REPEATS
 from core.testing import run_distributed
+from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import flat
 from tests.runs import Loop, logged, rows, summary
 from tests.training import test_run
@@ -124,20 +125,16 @@ def test_a_stop_changes_no_methods_run(tmp_path: Path):
     check(tmp_path, list(CASES))
 
 
-def stopped_in_nodes(rank: int, world_size: int, folder: str) -> list[Any]:
+@on_ranks(4, timeout=120)
+def test_one_worker_of_a_node_stops_and_saves_for_all(rank: int, tmp_path: Path):
     """One worker alone gets the signal, or asks for a checkpoint; means are over those of its place in their nodes."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    recipe = Toy(out=Path(folder, "stopped"), method="local", per_node=2, batch_size=8)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    recipe = Toy(out=tmp_path / "stopped", method="local", per_node=2, batch_size=8)
     stopped = train(recipe, STOP_ASKED if rank == 1 else 0)
     gc.collect()
-    ends = train(replace(recipe, out=Path(folder, "saved"), checkpoint_every="1e-9minutes"))
-    return [stopped, ends]
-
-
-def test_one_worker_of_a_node_stops_and_saves_for_all(tmp_path: Path):
-    (first, ends), *others = run_distributed(stopped_in_nodes, 4, str(tmp_path), timeout=120)
-    assert isinstance(first, int) and STOP_ASKED < first < STEPS and all(stopped == first for stopped, _ in others)
-    assert all(torch.equal(a, b) for _, theirs in others for a, b in zip(ends[:4], theirs[:4], strict=True))
+    ends = train(replace(recipe, out=tmp_path / "saved", checkpoint_every="1e-9minutes"))
+    assert isinstance(stopped, int) and STOP_ASKED < stopped < STEPS and total_world_size(stopped) == [stopped] * 4
+    assert alike(*ends[:4])
 
 
 def test_a_lone_worker_stops_where_a_round_closes(tmp_path: Path):

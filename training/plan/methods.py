@@ -134,5 +134,4 @@ def table(work: Work) -> Iterator[str]:
 def main(argv: Sequence[str]) -> None:
     work = parse_options(Work, prog="python -m training.plan methods", args=argv, use_underscores=True)
     work.check()
-    print("
-".join(table(work)))
+    print("\n".join(table(work)))
