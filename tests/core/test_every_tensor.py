@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,6 +232,15 @@ KINDS = *KINDS, ("raises", 0), ("finished", 0), ("saved", 0)
 def test_a_script_that_ends_without_finish_is_told_so_once(kind: str, warns: int):
     of_both = run_distributed(ends, 2, kind, expect_death=(0, 1))  # no barrier behind it: the group may be gone
     assert sum(map(len, of_both)) == warns, of_both
+
+
+SCRIPT = """
+import sys, torch.distributed as dist
+from tests.core.test_every_tensor import main
+rank, kind, file = int(sys.argv[1]), *sys.argv[2:]
+dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
+kept = main(kind)
+"""
 
 
 @pytest.mark.slow
