@@ -111,14 +111,14 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Returns training.optim.make_optimizer's optimizer, with `decay_groups` if the recipe does not say what decays.
 
-    timm's Muon gets the matrices of the blocks, and falls back to AdamW for all others.
+    Muon gets the matrices of the blocks.
     """
     named = config.undecayed is not None
     groups = optim.decay_groups(model, config) if named else decay_groups(model, config.weight_decay)
-    if "muon" in config.name:
+    if config.name == "muon":
         inside = {id(p) for p in blocks_of(model).parameters() if p.ndim == 2}
         groups = [
-            group | {"params": [p for p in group["params"] if (id(p) in inside) == muon], "use_fallback": not muon}
+            group | {"params": [p for p in group["params"] if (id(p) in inside) == muon], "muon": muon}
             for group in groups
             for muon in (True, False)
         ]

@@ -227,10 +227,9 @@ def check_start(recipe: Recipe, workers: int | None) -> int:
     many = workers or 1
     share = per_worker(recipe.batch_size, recipe.data_workers(many))
     recipe.check_share(many)
-    if "muon" in recipe.optim.name and (recipe.zero or recipe.layout):
+    if recipe.optim.name == "muon" and (recipe.zero or recipe.layout):
         given = f"layout={recipe.layout}" if recipe.layout else f"zero={recipe.zero}"
-        named = f"optim name={recipe.optim.name}"
-        raise UserError(f"{given} with {named}: Muon takes whole matrices; leave it out, or give adamw")
+        raise UserError(f"{given} with optim name=muon: Muon takes whole matrices; leave it out, or give adamw")
     layout = Layout.parse(recipe.layout) if recipe.layout else None
     if layout and workers:
         layout.check_devices(workers)

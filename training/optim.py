@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from core.checkpoint.stored import reason
 from core.errors import UserError
 
-OWN = ("sgd", "adamw", "adam")
+OWN = ("sgd", "adamw", "adam", "muon")
 LARGE = 1e4  # above any sensible learning rate, norm or decay
 
 
@@ -26,8 +26,8 @@ class OptimConfig:
     """The inner optimizer, which every worker runs by itself, and its learning-rate schedule over the whole run."""
 
     name: str = "sgd"
-    """The optimizer: sgd, adamw, adam, or any of timm's, such as lamb, lion or muon. In a language model muon is for
-    the matrices of the blocks, with AdamW for all others."""
+    """The optimizer: sgd, adamw, adam, muon, or any of timm's, such as lamb or lion. muon is torch.optim.Muon for
+    matrices in a language model's blocks, with AdamW for all others."""
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
@@ -85,7 +85,8 @@ def make_optimizer(
     Args:
         model: The model.
         config: The optimizer's settings.
-        groups: Parameter groups in torch's form. The default is two groups, with and without weight decay.
+        groups: Parameter groups in torch's form. "muon": True marks groups for Muon. The default is two groups, with
+            and without weight decay.
     """
     if config.layer_decay is not None:
         groups = layer_groups(model, config)
@@ -96,6 +97,8 @@ def make_optimizer(
     fused = {"fused": True} if on_gpu else {}  # one kernel for all parameters, with the same result up to rounding
     if config.name == "sgd":
         return torch.optim.SGD(groups, config.lr, momentum=config.momentum, nesterov=config.nesterov, **fused)
+    if config.name == "muon":
+        return MuonAdamW(groups, config.lr, betas=config.betas, eps=config.eps, **fused)
     cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.name]
     return cls(groups, config.lr, betas=config.betas, eps=config.eps, **fused)
 
@@ -132,6 +135,36 @@ def _timm_optim() -> Any:
     import timm.optim
 
     return timm.optim
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch.optim.Muon for parameter groups with "muon": True, and torch.optim.AdamW for all others, as one optimizer.
+
+    Both use the same learning rate. Muon scales its own to the size of AdamW's steps (adjust_lr_fn="match_rms_adamw").
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, **adamw: Any):
+        muon, others = ([g for g in groups if bool(g.get("muon")) == wanted] for wanted in (True, False))
+        if not muon:
+            raise UserError("optim name=muon: only language models mark the matrices for Muon; give adamw")
+        own: list[torch.optim.Optimizer] = [torch.optim.Muon(muon, lr, adjust_lr_fn="match_rms_adamw")]
+        self.parts = own + ([torch.optim.AdamW(others, lr, **adamw)] if others else [])
+        super().__init__([g for part in self.parts for g in part.param_groups], {"lr": lr})
+        self._share()
+
+    def _share(self) -> None:
+        for part in self.parts:
+            part.param_groups = [g for g in self.param_groups if ("ns_steps" in g) == (part is self.parts[0])]
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for part in self.parts:
+            part.step()
 
 
 def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
