@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import math
 import os
 import socket
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from ..config import CO2Config
 from ..errors import UserError, env_number
 from ..groups import local_world_size, of_all
 from ..guards.inputs import check_env
+from ..nodes import node_mesh
 from . import report as reports
 from .measure import boundary, compressions, links, sound
 
@@ -41,6 +43,7 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--params", required=True, type=positive, metavar="N", help="trained parameters of the model, such as 125e6")
     add("--step_ms", "--step-ms", type=positive, metavar="MS", help="milliseconds of a local step; else several")
+    add("--per_node", "--per-node", type=int, metavar="N", help="also tries nodes of N ranks as workers, DDP inside")
     add("--timeout", default=60.0, type=positive, metavar="S", help="seconds until a missing rank is an error (60)")
     add("--out", type=Path, metavar="FILE", help="writes the report there as JSON, such as cluster.json")
     return parser.parse_args(argv)
@@ -117,16 +120,30 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
     if wrong := sound(device):
         found["failures"].append(wrong)
         return
-    found["boundary_seconds"] = own = boundary(found["params"], device, asked.timeout)
+    params, workers = found["params"], found["workers"]
+    found["boundary_seconds"] = own = boundary(params, device, asked.timeout)
     of_links = links(nodes, device)
     found["links"] |= {name: link.as_dict() for name, link in of_links.items()}
-    found["compressions"] = compressions(found["params"], of_links["all"], device, asked.timeout)
+    found["compressions"] = compressions(params, of_links["all"], device, asked.timeout)
     config, steps = CO2Config.recommended(), [asked.step_ms / 1e3] if asked.step_ms else reports.STEPS
     seconds = {name: compression["seconds"] for name, compression in found["compressions"].items()}
-    found["settings"] = [reports.choose(config, found["workers"], step, seconds, own) for step in steps]
+    found["settings"] = [reports.choose(config, workers, step, seconds, own) for step in steps]
+    if asked.per_node is None:
+        return
+    mesh = node_mesh(device.type, asked.per_node, asked.timeout)
+    if mesh.size(0) == 1:
+        raise UserError(f"--per_node {asked.per_node}: all {workers} ranks are one node: give a smaller number")
+    across, within = (of_links.get(name, of_links["all"]) for name in ("across", "within"))
+    inside = min(within.seconds(4 * params), seconds["float32"])  # no slower than among all
+    of_nodes = compressions(params, across, device, asked.timeout, mesh)
+    seconds = {name: compression["seconds"] for name, compression in of_nodes.items()}
+    found["per_node"], found["node_compressions"], found["node_settings"] = mesh.size(1), of_nodes, []
+    for alone in found["settings"]:
+        of_step = reports.choose(config, mesh.size(0), alone["step_seconds"], seconds, own)
+        found["node_settings"].append(reports.place(of_step, alone, inside))
 
 
-def own_facts() -> dict[str, Any]:
+def own_facts(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Returns the facts about this process, and sets its GPU by its local rank. Raises UserError if it has no such GPU.
 
     `host` is the machine's name and network namespace: workers on the same host need no link. `alike` must be equal on
@@ -136,7 +153,7 @@ def own_facts() -> dict[str, Any]:
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")
     if device == "cuda":
-        index, count = env_number("LOCAL_RANK", env_number("SLURM_LOCALID", 0)), torch.cuda.device_count()
+        index, count = env_number("LOCAL_RANK", env_number("SLURM_LOCALID", 0, env), env), torch.cuda.device_count()
         if index >= count:
             raise UserError(f"LOCAL_RANK={index}: torch sees {count} CUDA devices here; start as many workers a node")
         torch.cuda.set_device(index)
@@ -144,15 +161,37 @@ def own_facts() -> dict[str, Any]:
         name, memory = properties.name, properties.total_memory
     else:
         name = f"{os.uname().machine} ({os.cpu_count()} cores)"
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, local_world_size())
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(1, local_world_size(env))
     return {
-        "rank": env_number("RANK", 0),
+        "rank": env_number("RANK", 0, env),
         "host": f"{hostname} {namespace}",
         "hostname": hostname,
         "alike": {"torch": torch.__version__, "co2": __version__, "device": device},
         "device": name,
         "memory": memory,
+        "infiniband": no_infiniband(env) if device == "cuda" else "",
     }
+
+
+def no_infiniband(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev/infiniband")) -> str:
+    """Returns why NCCL finds no InfiniBand or RoCE device.
+
+    NCCL loads libibverbs and asks it for the devices; this function does the same. Without a device NCCL silently uses
+    TCP. The result is "" if there is a device, or if NCCL_IB_DISABLE is set.
+    """
+    if env.get("NCCL_IB_DISABLE", "0") != "0":
+        return ""
+    try:
+        verbs = ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return "libibverbs.so.1 is missing: install libibverbs1 and ibverbs-providers, or rdma-core"
+    count = ctypes.c_int(0)
+    verbs.ibv_get_device_list.restype = ctypes.c_void_p
+    if not verbs.ibv_get_device_list(ctypes.byref(count)) or not count.value:
+        return "libibverbs finds no device"
+    if not [*devices.glob("uverbs*")]:
+        return f"no {devices}/uverbs*: in a container, pass the devices in (enroot: MELLANOX_VISIBLE_DEVICES=all)"
+    return ""
 
 
 def nodes_of(facts: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -175,20 +214,22 @@ def failures(facts: Sequence[dict[str, Any]]) -> list[str]:
 
 def header(facts: Sequence[dict[str, Any]], params: float) -> dict[str, Any]:
     """Returns the part of the report that needs no measurement."""
-    nodes, first, memory = nodes_of(facts), facts[0], min(f["memory"] for f in facts)
-    sizes, kind = {*map(len, nodes)}, first["alike"]["device"]
+    nodes, first = [[facts[rank] for rank in node] for node in nodes_of(facts)], facts[0]
+    sizes, kind, memory = {len(node) for node in nodes}, first["alike"]["device"], min(f["memory"] for f in facts)
+    named = [(n[0]["hostname"], [f["rank"] for f in n], n[0]["device"]) for n in nodes]
     return {
         "format": 1,  # raise it if a key that the planner reads changes
         "params": max(1, round(params)),
         "workers": len(facts),
         "workers_per_node": sizes.pop() if len(sizes) == 1 else None,
-        "nodes": [{name: facts[of[0]][name] for name in ("hostname", "device")} | {"ranks": of} for of in nodes],
+        "nodes": [dict(zip(("hostname", "ranks", "device"), node, strict=True)) for node in named],
         "backend": "nccl" if kind == "cuda" else "gloo",
         "device": {"type": kind, "name": first["device"], "memory_bytes_per_worker": memory},
         "links": {"within": None, "across": None, "all": None},
         "compressions": {},
         "boundary_seconds": None,
         "settings": [],
+        "infiniband": next((f"on rank {f['rank']}, {f['infiniband']}" for f in facts if f["infiniband"]), ""),
         "failures": failures(facts),
     }
 

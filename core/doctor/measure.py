@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..co2 import CO2
 from ..comm import ring_bytes
@@ -114,8 +115,10 @@ def link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
     return Link(dist.get_world_size(group), points)
 
 
-def compressions(params: int, among: Link, device: torch.device, timeout: float) -> dict[str, dict[str, float]]:
-    """Returns the seconds of CO2's reductions of the whole model, by format.
+def compressions(
+    params: int, among: Link, device: torch.device, timeout: float, mesh: DeviceMesh | None = None
+) -> dict[str, dict[str, float]]:
+    """Returns the seconds of CO2's reductions of the whole model, by format. With a mesh, a worker is a node.
 
     A reduction that would take longer than SAMPLE_SECONDS is extrapolated from a sample.
     """
@@ -125,7 +128,7 @@ def compressions(params: int, among: Link, device: torch.device, timeout: float)
         start, each_byte = among.line
         nbytes = (SAMPLE_SECONDS - min(SAMPLE_SECONDS / 2, start)) / each_byte
         size = max(1, min(params, MOST_PARAMS, int(nbytes / each)))
-        took, _ = reduce_sample(compression, size, device, timeout)
+        took, _ = reduce_sample(compression, size, device, timeout, mesh=mesh)
         found[compression] = {"seconds": extrapolated(took, size, params, each, among)}
         found[compression] |= {"sample_params": size, "sample_seconds": took}
     return found
@@ -134,8 +137,15 @@ def compressions(params: int, among: Link, device: torch.device, timeout: float)
 def extrapolated(took: float, size: int, params: int, each: float, among: Link) -> float:
     """Returns the seconds of a reduction of the whole model, estimated from a sample of `size` that `took` seconds.
 
-    The estimate is the link's time for all bytes, of which each parameter has `each`, plus the sample's time beyond its
-    link time (such as for encoding) in proportion to the parameters.
+    The estimate is the link's time for all bytes, plus the sample's time beyond its link time (such as for encoding) in
+    proportion to the parameters.
+
+    Args:
+        took: Seconds of the sample's reduction.
+        size: Parameters of the sample.
+        params: Parameters of the model.
+        each: Bytes per parameter.
+        among: The link among all workers.
     """
     if params == size:
         return took
@@ -150,7 +160,12 @@ def boundary(params: int, device: torch.device, timeout: float) -> float:
 
 
 def reduce_sample(
-    compression: Format, numel: int, device: torch.device, timeout: float, group: dist.ProcessGroup | None = None
+    compression: Format,
+    numel: int,
+    device: torch.device,
+    timeout: float,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[float, float]:
     """Returns the seconds of a reduction and of a round boundary's own work, measured as TauTuner measures them.
 
@@ -161,7 +176,7 @@ def reduce_sample(
     """
     config = replace(CO2Config.recommended(), tau=1, fragments=1, compression=CompressionConfig(compression))
     param = nn.Parameter(torch.zeros(numel, device=device))
-    co2, told = CO2([param], config, timeout=timeout, group=group), list[tuple[float, float]]()
+    co2, told = CO2([param], config, timeout=timeout, group=group, mesh=mesh), list[tuple[float, float]]()
     for round in range(ROUNDS + 2):  # nothing arrives in the first round; the second one's all-reduce opens connections
         with torch.no_grad():
             param.add_(round + 1.0)

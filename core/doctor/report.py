@@ -58,6 +58,21 @@ def choose(
     }
 
 
+def place(nodes: dict[str, Any], alone: dict[str, Any], inside: float) -> dict[str, Any]:
+    """Returns the settings with a node as a worker. "take" is "nodes" if they lose less time than single ranks and DDP.
+
+    Args:
+        nodes: Settings from `choose`, with a node as a worker.
+        alone: Settings from `choose`, with a rank as a worker and the same local step.
+        inside: Seconds of a float32 all-reduce in a node, where DDP averages gradients in every step.
+    """
+    step = nodes["step_seconds"]
+    wait = max(0.0, inside - 2 / 3 * step)
+    loses = nodes["exposed_share"] + nodes["boundary_share"] + (share := wait / (step + wait))
+    others = alone["exposed_share"] + alone["boundary_share"], alone["ddp_share"], alone["ddp_int4_share"]
+    return {**nodes, "inside_share": share, "take": "nodes" if loses < min(others) else alone["take"]}
+
+
 def screen(report: Mapping[str, Any]) -> str:
     """Returns the report as some 30 lines of WIDTH columns at most."""
     lines: list[str] = []
@@ -74,6 +89,8 @@ def screen(report: Mapping[str, Any]) -> str:
         line("", "links and tau are measured with several processes, started by torchrun (docs/clusters.md)")
     kinds = ", ".join(dict.fromkeys(node["device"] for node in nodes))
     line("device", f"{kinds}, {report['device']['memory_bytes_per_worker'] / (1 << 30):.3g} GiB a worker")
+    if report["infiniband"]:
+        line("InfiniBand", f"{report['infiniband']}; NCCL uses TCP there")
     links = dict(report["links"])
     if report["workers_per_node"] == 1 or len(nodes) == 1:
         del links["all"]  # it equals one of the other two links
@@ -99,6 +116,10 @@ def screen(report: Mapping[str, Any]) -> str:
             row = (c["tau"], c["compression"], late, *shares, f"{c['float32_ratio']:.3g}", c["take"])
             lines.append(" " * FIRST + COLUMNS.format(_time(c["step_seconds"]), *row))
         line("", "r: a float32 all-reduce over a local step; take: the method that loses the least time")
+        for c in report.get("node_settings", ()):
+            shares = ", ".join(f"{name} {c[f'{name}_share']:.1%}" for name in ("exposed", "boundary", "inside"))
+            what = f"of {report['per_node']} with DDP inside, {_time(c['step_seconds'])}: tau {c['tau']}"
+            line("  nodes", f"{what}, {c['compression']}, {shares}, take {c['take']}")
         reason = f"{choices[0]['reason']}; with float32 {choices[0]['float32_tau']} steps"
         line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
         line("  call", "CO2(model.parameters(), CO2Config.recommended(steps=N), buffers=model.buffers())")

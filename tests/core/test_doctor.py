@@ -19,7 +19,7 @@ from core.doctor import __main__ as command
 from core.doctor import measure
 from core.doctor.__main__ import failures, header, own_facts
 from core.doctor.measure import Link, extrapolated
-from core.doctor.report import choose, screen
+from core.doctor.report import choose, place, screen
 from core.testing import run_distributed
 from tests.scripts import Mistakes, run_script
 
@@ -30,6 +30,7 @@ FACT: dict[str, Any] = {
     "alike": {"torch": "2.9", "co2": "0.1.0", "device": "cpu"},
     "device": "cpu",
     "memory": 1 << 34,
+    "infiniband": "",
 }
 
 
@@ -90,6 +91,16 @@ def test_tau_is_what_the_tuner_says():
     assert work["tau"] == 10 and work["boundary_share"] == pytest.approx(0.05 / 1.05)
 
 
+def test_nodes_are_taken_where_they_lose_less_with_ddp_inside():
+    config = CO2Config.recommended()
+    alone = choose(replace(config, tau_max=2), 4, 0.1, seconds(100e6), 0.0)  # exposed: 1 - 0.2 / 0.416
+    nodes = choose(config, 2, 0.1, seconds(100e6), 0.0)  # exposed: 0
+    fast, slow = place(nodes, alone, 0.06), place(nodes, alone, 1.0)
+    assert (fast["take"], fast["inside_share"]) == ("nodes", 0.0), "hidden by a backward pass of 0.067 s"
+    wait = 1.0 - 0.2 / 3
+    assert slow["take"] == alone["take"] and slow["inside_share"] == pytest.approx(wait / (0.1 + wait))
+
+
 def test_nodes_are_hosts():
     apart = [FACT | {"rank": rank, "host": "ab"[rank % 2]} for rank in range(4)]
     found = header(apart, 1e6)
@@ -116,10 +127,38 @@ def test_a_worker_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
         ("get_device_properties", lambda device: properties),
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    found = own_facts()
+    monkeypatch.setattr(command, "no_infiniband", lambda env: "libibverbs finds no device")
+    found = own_facts({"LOCAL_RANK": "3"})
     assert (found["rank"], found["device"], found["memory"]) == (0, "NVIDIA H100", 80 << 30)
     assert chosen == [3] and header([found], 1e6)["backend"] == "nccl"
+    (line,) = [line for line in screen(header([found], 1e6)).splitlines() if "NCCL" in line]
+    assert line == "InfiniBand   on rank 0, libibverbs finds no device; NCCL uses TCP there"
+
+
+@pytest.mark.parametrize(
+    ("library", "device", "disabled", "says"),
+    [
+        (None, "uverbs0", "0", "libibverbs.so.1 is missing: install libibverbs1"),
+        (0, "uverbs0", "0", "libibverbs finds no device"),
+        (2, "rdma_cm", "0", "MELLANOX_VISIBLE_DEVICES=all"),
+        (2, "uverbs0", "0", None),
+        (None, "rdma_cm", "1", None),
+    ],
+)
+def test_why_nccl_finds_no_infiniband(library, device, disabled, says, tmp_path, monkeypatch):
+    def devices(count: Any) -> int:
+        count._obj.value = library
+        return 1
+
+    def load(name: str) -> SimpleNamespace:
+        if library is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return SimpleNamespace(ibv_get_device_list=devices)
+
+    monkeypatch.setattr(command.ctypes, "CDLL", load)
+    (tmp_path / device).touch()
+    found = command.no_infiniband({"NCCL_IB_DISABLE": disabled}, tmp_path)
+    assert says in found if says else found == ""
 
 
 class Ended(Exception):
@@ -184,7 +223,7 @@ def on_two_nodes(folder: Path, change: str, *argv: str) -> tuple[list[int], str]
 @pytest.mark.slow
 def test_the_command_on_two_nodes_of_two(tmp_path: Path):
     file = tmp_path / "cluster.json"
-    status, said = on_two_nodes(tmp_path, "", "--step_ms", "50", "--out", str(file))
+    status, said = on_two_nodes(tmp_path, "", "--step_ms", "50", "--per_node", "2", "--out", str(file))
     assert status == [0, 0, 0, 0], said
     found = json.loads(file.read_text())
     assert screen(found) == said.rstrip("\n")
@@ -196,7 +235,8 @@ def test_the_command_on_two_nodes_of_two(tmp_path: Path):
         assert link["bandwidth_bits_per_second"] > 0 and 0 < link["latency_seconds"] < 1
     assert (found["format"], found["workers"], found["workers_per_node"], found["params"]) == (1, 4, 2, 200000)
     assert set(found["compressions"]) == {"float32", "int4"}
-    (settings,) = found["settings"]
+    (settings,), (of_nodes,) = found["settings"], found["node_settings"]
+    assert found["per_node"] == 2 and of_nodes["take"] in ("nodes", settings["take"]) and "  nodes      of 2" in said
     assert settings["step_seconds"] == 0.05 and settings["tau"] >= 1 and settings["compression"] in ("int4", "float32")
     assert settings["float32_ratio"] == found["compressions"]["float32"]["seconds"] / 0.05
     assert not found["failures"]
