@@ -72,6 +72,7 @@ class CO2Config:
     """How averages are compressed, also with local, overlap_local and slowmo. ddp has ddp_compression."""
 
     is_named: ClassVar[bool] = False  # whether paper() or make_method() has made it
+    expected_workers: ClassVar[int | None] = None  # as given to recommended()
 
     def __post_init__(self) -> None:
         lasts = is_whole(self.tau) or self.tau == "auto"
@@ -186,7 +187,9 @@ class CO2Config:
         return named(cls(tau=tau, **rule | settings))
 
     @classmethod
-    def recommended(cls, *, steps: int | None = None, tau: int | Literal["auto"] = "auto") -> CO2Config:
+    def recommended(
+        cls, workers: int | None = None, steps: int | None = None, *, tau: int | Literal["auto"] = "auto"
+    ) -> CO2Config:
         """Returns the settings that our measurements support in place of the paper's (results/loss.md).
 
         An average is merged when it arrives, with keep_local and without a penalty, because little is stale then. If an
@@ -197,18 +200,23 @@ class CO2Config:
         tau 2.
 
         Args:
+            workers: Leave it out. No setting depends on it, and CO2 warns if it is not the number of its workers. On a
+                mesh, a worker is a node.
             steps: Local steps of the whole run, if known. With tau auto, the run then has at least twenty rounds.
             tau: Local steps per round. auto chooses from measured times.
         """
-        if steps is not None and not is_whole(steps):
-            raise UserError(f"steps={steps!r}: give their number, 1 or more")
+        for name, given in (("workers", workers), ("steps", steps)):
+            if given is not None and not is_whole(given):
+                raise UserError(f"{name}={given!r}: give their number, 1 or more")
         if steps is not None and isinstance(tau, int) and tau > steps:
             raise UserError(f"tau={tau} with steps={steps}: no round would end in the run; give a smaller tau")
         tau_max = 192 if steps is None else min(192, max(1, steps // 20))  # at least twenty rounds
         many_long_rounds = isinstance(tau, int) and tau >= 24 and steps is not None and steps >= 80 * tau
         momentum = 0.3 if many_long_rounds else 0.0
         late: dict[str, Any] = {"gap": "none", "merge": "keep_local", "delay": "auto", "outer_momentum": momentum}
-        return cls(tau=tau, tau_max=tau_max, fragments="auto", compression=CompressionConfig("auto"), **late)
+        config = cls(tau=tau, tau_max=tau_max, fragments="auto", compression=CompressionConfig("auto"), **late)
+        object.__setattr__(config, "expected_workers", workers)
+        return config
 
 
 Schedule = Callable[[int], Mapping[str, Any]]
@@ -316,6 +324,12 @@ def build_args(
     workers = dist.get_world_size(group) if dist.is_initialized() else 1
     if allreduce is not None:  # elastic workers have not met, and come and go
         workers = env_number("WORLD_SIZE", 1)
+    elif c.expected_workers not in (None, workers) and not (dist.is_initialized() and dist.get_rank()):
+        warnings.warn(
+            f"CO2Config.recommended(workers={c.expected_workers}), and {workers} average here: give it neither that "
+            "number nor steps in its place, as recommended(steps=N); on a mesh a worker is a node",
+            stacklevel=4,
+        )
     tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
     tuner = tuner_for(c, workers)
     sync_schedule = SyncSchedule(tau, c.delay) if tuner is None else AdaptiveTau(tau, c.delay, tuner)

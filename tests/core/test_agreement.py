@@ -295,3 +295,20 @@ def test_a_method_that_begins_alike_sends_no_model(rank: int, method: str):
             _, made = make_method(method, model)
         assert (ours.call_count + torchs.call_count > 0) is apart
         made.close()
+
+
+def made(rank: int, world_size: int, case: str) -> list[str]:
+    """What is told when a method is made."""
+    config = CO2Config.recommended(*{"swapped": (200, 2), "workers": (2, 200), "counted": ()}[case], tau=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        CO2(nn.Linear(2, 2).parameters(), config).close()
+    return [str(w.message) for w in told]
+
+
+def test_another_number_of_workers_is_told_when_the_method_is_made():
+    cases = ["swapped", "workers", "counted"]
+    ends = dict(zip(cases, problems.run_cases(made, 2, [(case,) for case in cases]), strict=True))
+    assert ends["workers"] == ends["counted"] == ([], [])
+    (workers,), nothing = ends["swapped"]
+    assert "recommended(workers=200), and 2 average here" in workers and nothing == []

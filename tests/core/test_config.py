@@ -222,6 +222,7 @@ REFUSED: list[Any] = [
     (lambda: CO2(params(), CO2Config("auto"), schedule=lambda n: {"tau": 3}), "give numbers, or only auto"),
     (lambda: CO2(params(), timeout=-1), "timeout=-1: give seconds, above 0"),
     (lambda: CO2Config.recommended(steps="4"), "steps='4': give their number"),  # pyright: ignore
+    (lambda: CO2Config.recommended("4"), "workers='4': give their number"),  # pyright: ignore
 ]
 """What is built, and parts of the one line that refuses it."""
 
