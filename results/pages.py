@@ -303,20 +303,24 @@ ACCUMULATED = {
 }
 IN_PARTS, WHOLE = "co2_auto:compression=int4", "co2_auto:compression=int4,fragments=1"
 TUNED = {  # Local-SGD and DDP beside CO2 with fragments, by task and link
-    (task, rate): (f"local:share={share},compression=int4", f"ddp:compression=int4,cap={cap}")
-    for task, rate, share, cap in (
-        ("language", 10, 0.4, 0.25),
-        ("language", 40, 0.2, 0.25),
-        ("language", 200, 0.4, 1),
-        ("vision", 10, 0.1, 0.25),
-        ("vision", 40, 0.1, 0.25),
+    (task, rate): (f"local:share={share},compression=int4{lr}", f"ddp:compression=int4,cap={cap}{lr}")
+    for task, rate, share, cap, lr in (
+        ("language", 10, 0.4, 0.25, ""),
+        ("language", 40, 0.2, 0.25, ""),
+        ("language", 200, 0.4, 1, ""),
+        ("language", 1000, 0.2, 1, ""),
+        ("vision", 10, 0.1, 0.25, ""),
+        ("vision", 40, 0.1, 0.25, ""),
+        ("vision", 200, 0.1, 0.25, ""),
+        ("vision", 1000, 0.1, 0.25, ""),
+        ("cifar10", 10, 0.2, 0.25, ",lr=0.02"),
     )
 }
-NODES_OF_TEXT = {  # in results/paired/nodes_text.json
-    "co2_auto:nodes=2,compression=int4": "CO2, recommended, nodes of two, int4",
-    "co2_auto:compression=int4": "CO2, recommended, one worker per rank, int4",
-    "local:nodes=2,tau=6,compression=int4": "Local-SGD, tau 6, nodes of two, int4",
-    "ddp:compression=int4": "DDP, int4",
+ON_NODES = "co2_auto:nodes=2,compression=int4"
+BESIDE_NODES = {  # in results/paired/nodes_text.json
+    "co2_auto:compression=int4": "CO2, one worker per rank",
+    "local:nodes=2,share=0.2,compression=int4": "Local-SGD (blocking), tau tuned, nodes of two",
+    "ddp:nodes=2,compression=int4,cap=1": "DDP that overlaps, float32 inside nodes of two",
 }
 
 
@@ -356,34 +360,66 @@ def ddp_seconds() -> Cells:
 @functools.cache
 def with_fragments() -> list[Row]:
     """The runs of CO2 with fragments and of other methods. Tuning seeds are left out."""
-    runs = [run for name in ("text", "more") for run in load(f"paired/fragments_{name}.json")["runs"]]
+    runs = [run for name in ("text", "more", "links") for run in load(f"paired/fragments_{name}.json")["runs"]]
     return [run for run in runs if run["seed"] < TUNING_SEED]
 
 
-@table("task, link, target | without fragments | Local-SGD (blocking), tau tuned | DDP that overlaps | CO2's seconds")
+def waits(runs: Iterable[Row]) -> str:
+    """How much of the time after step 24 a method waits until the late target, in percent, mean of the runs."""
+    shares = []
+    for run in runs:
+        line = [at for at in run["trajectory"] if at["step"] >= 24 and at["seconds"] <= run["late"]["seconds"]]
+        if len(line) > 1 and "exposed_seconds" in line[0]:
+            took, waited = (line[-1][key] - line[0][key] for key in ("seconds", "exposed_seconds"))
+            shares.append(100 * waited / took)
+    return f"{fmean(shares):.1f}" if shares else ""
+
+
+@table(
+    "task, link, target | without fragments | Local-SGD (blocking), tau tuned | DDP that overlaps | CO2's seconds "
+    "| CO2 waits, %"
+)
 def fragments() -> Cells:
     """The seconds over the seconds of CO2 with fragments, seed by seed, all over int4, and CO2's own seconds."""
     places = [(at, late) for at in TUNED for late in (False, True)]
-    titles, lines, own = list[str](), list[list[Row | None]](), list[str]()
+    titles, lines, own = list[str](), list[list[Row | None]](), list[list[str]]()
     for (task, rate), late in places:
         runs = select(with_fragments(), task=task, rate_mbit=rate)
         lines.append([ratio_of(runs, method, IN_PARTS, late=late) for method in (WHOLE, *TUNED[task, rate])])
         mine = select(runs, method=IN_PARTS)
-        own.append(seconds_cell([run["late"] if late else run for run in mine]))
+        own.append([seconds_cell([run["late"] if late else run for run in mine]), "" if late else waits(mine)])
         titles.append(f"{TASK_NAMES[task]}, {rate} Mbit/s, {'late' if late else 'first'}")
-    return {title: (*cells, mine) for title, cells, mine in zip(titles, bold(lines), own, strict=True)}
+    return {title: (*cells, *mine) for title, cells, mine in zip(titles, bold(lines), own, strict=True)}
 
 
-@table("method | 10 Mbit/s | 40 Mbit/s")
+@table("2 workers, text | Local-SGD over CO2, first target | late target | CO2's seconds | a local step of both, s")
+def uncontended() -> Cells:
+    """As `fragments`, by link, with workers that do not share cores."""
+    runs, lines = load("paired/two_workers.json")["runs"], Cells()
+    links = sorted({run["rate_mbit"] for run in runs})
+    methods = "local:share=0.2,compression=int4", IN_PARTS
+    found = bold([[ratio_of(select(runs, rate_mbit=r), *methods, late=late) for late in (False, True)] for r in links])
+    for rate, cells in zip(links, found, strict=True):
+        mine, other = (select(runs, rate_mbit=rate, method=method) for method in reversed(methods))
+        steps = (mean_sd((run["step_seconds"] for run in each), ".3f") for each in (mine, other))
+        lines[f"{rate:g} Mbit/s"] = [*cells, seconds_cell(mine), ", ".join(steps)]
+    return lines
+
+
+@table("method | 10 Mbit/s, first | late | waits, % | 40 Mbit/s, first | late | waits, %")
 def nodes_text() -> Cells:
-    """Text on two nodes of two ranks, by link: seconds to the first loss, and in brackets the steps."""
-
-    def cell(runs: list[Row]) -> str:
-        reached, seconds = len(select(runs, status="reached")), mean_sd(run["seconds"] for run in runs)
-        steps = mean_sd((run["steps"] for run in runs), ".0f")
-        return f"{seconds} ({steps})" if reached == len(runs) else f"> {seconds} ({reached} of {len(runs)})"
-
-    return by_link("paired/nodes_text.json", NODES_OF_TEXT, (10, 40), cell)
+    """Text on two nodes of two ranks, by link: seconds over those of CO2 on nodes, whose seconds are the first line."""
+    runs, rates = load("paired/nodes_text.json")["runs"], (10, 40)
+    places = [(select(runs, rate_mbit=rate), late) for rate in rates for late in (False, True)]
+    lines = bold([[ratio_of(of, method, ON_NODES, late=late) for of, late in places] for method in BESIDE_NODES])
+    own = [select(of, method=ON_NODES) for of, _ in places]
+    first = [seconds_cell([r["late"] if late else r for r in of]) for of, (_, late) in zip(own, places, strict=True)]
+    named = {ON_NODES: "CO2 on nodes of two, seconds", **BESIDE_NODES}
+    made = Cells()
+    for (method, name), cells in zip(named.items(), (first, *lines), strict=True):
+        of_link = [waits(select(runs, rate_mbit=rate, method=method)) for rate in rates]
+        made[name] = [*cells[:2], of_link[0], *cells[2:], of_link[1]]
+    return made
 
 
 # -- loss at equal samples ------------------------------------------------------------------------------------------
