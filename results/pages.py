@@ -226,6 +226,7 @@ def pooled() -> Cells:
     lines: Cells = {}
     for name, runs, methods in (
         ("Local-SGD, tau tuned, over CO2 with fragments", in_parts, {at: (TUNED[at][0], IN_PARTS) for at in TUNED}),
+        ("same, r of 10 and more", in_parts, {at: (TUNED[at][0], IN_PARTS) for at in SLOW}),
         ("DDP, int4, that overlaps, over CO2 with fragments", in_parts, {at: (TUNED[at][1], IN_PARTS) for at in TUNED}),
         ("Local-SGD, tau tuned, over CO2", whole, {at: (tuned(*at)[1], "co2_auto") for at in whole}),
         (BOTH_TUNED, whole, both),
@@ -316,6 +317,7 @@ TUNED = {  # Local-SGD and DDP beside CO2 with fragments, by task and link
         ("cifar10", 10, 0.2, 0.25, ",lr=0.02"),
     )
 }
+SLOW = (("language", 10), ("language", 40), ("vision", 10), ("cifar10", 10))  # r of 10 and more
 ON_NODES = "co2_auto:nodes=2,compression=int4"
 BESIDE_NODES = {  # in results/paired/nodes_text.json
     "co2_auto:compression=int4": "CO2, one worker per rank",
