@@ -551,13 +551,11 @@ def save(
             if some workers have continued without calling save(), or call it at another step. Also if the folder has a
             checkpoint of this step or later that this process neither wrote nor loaded, or of a later start of the run.
     """
-    _check_objects("save", folder, model, optimizer, co2)
     if not isinstance(step, int) or not 0 <= step < STEPS:
         raise UserError(f"step={step!r}: give the number of steps taken, from 0 to {STEPS - 1}")
     if not isinstance(keep, int) or keep < 1:
         raise UserError(f"keep={keep!r}: give the number of checkpoints that stay, 1 or more")
-    _refuse_elastic("save()", co2)
-    peers.come_together("save()")
+    _begin("save", folder, model, optimizer, co2)
     _refuse_other_places(of_all((step, getattr(co2, "rounds", 0))))
     scheduled = getattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched", False)  # by torch's schedulers
     if scheduled and not any(hasattr(other, "get_last_lr") for other in (others or {}).values()):
@@ -604,14 +602,24 @@ def _has_state(value: Any) -> bool:
     return hasattr(value, "state_dict") and not isinstance(value, type)
 
 
-def _check_objects(call: str, folder: Any, model: Any, optimizer: Any, co2: Any) -> None:
-    """Raises UserError if arguments of save() or load() are of other kinds, as in another order."""
+def _begin(call: str, folder: Any, model: Any, optimizer: Any, co2: Any) -> None:
+    """Waits until all workers call save() or load().
+
+    UserError if arguments are of other kinds, as in another order, and for elastic workers, some of which may have
+    joined later, and cannot make the call.
+    """
     is_path = isinstance(folder, str | os.PathLike)
     kinds = [type(given).__name__ for given in (model, optimizer, co2)]
     shown = f"{call}({', '.join(['folder' if is_path else type(folder).__name__, *kinds])})"
     fits = is_path and isinstance(model, nn.Module) and (optimizer is None or hasattr(optimizer, "param_groups"))
     if not fits or not hasattr(co2, "load_state_dict") or isinstance(co2, nn.Module | torch.optim.Optimizer):
         raise UserError(f"{shown}: give the folder, the model, its optimizer or None, and the method, in this order")
+    if isinstance(co2, LocalUpdateMethod) and co2.allreduce.is_elastic:
+        raise UserError(
+            f"{call}() needs all workers, and elastic workers leave and join: let the first worker write what its "
+            "give() returns with torch.save, and read it in the function that join(found=...) calls"
+        )
+    peers.come_together(f"{call}()")
 
 
 @torch.inference_mode(False)  # the optimizer's new state could not be written to later
@@ -637,9 +645,7 @@ def load(
         UserError: If there are checkpoints and none can be read, or the newest is of another model, optimizer or
             method.
     """
-    _check_objects("load", folder, model, optimizer, co2)
-    _refuse_elastic("load()", co2)
-    peers.come_together("load()")
+    _begin("load", folder, model, optimizer, co2)
     rank = dist.get_rank() if dist.is_initialized() else 0
     here = {} if others is None else others
     found = load_newest(folder := Path(folder).expanduser(), rank=rank, needs=NEEDS)
@@ -687,15 +693,6 @@ def _refuse_other_places(places: Sequence[tuple[int, int]]) -> None:
         raise UserError(
             f"save() after {before} rounds on rank 0 and {rounds} on rank {rank}: all workers need as many calls of "
             "step(), so call it for a skipped batch, too, or finish() before save()"
-        )
-
-
-def _refuse_elastic(call: str, co2: Stateful) -> None:
-    """Raises UserError for elastic workers, which cannot all make a call: some may have joined later."""
-    if isinstance(co2, LocalUpdateMethod) and co2.allreduce.is_elastic:
-        raise UserError(
-            f"{call} needs all workers, and elastic workers leave and join: let the first worker write what its give() "
-            "returns with torch.save, and read it in the function that join(found=...) calls"
         )
 
 

@@ -300,7 +300,7 @@ ITERATIONS = 5  # power iterations, as in the released code
 def curve(values: Tensor, layer: Layer, choices: Sequence[Choice], offered: Sequence[bool], seed: int) -> Tensor:
     """Returns the error ||G - C(G)||_2 of each choice C, float64 [choices], on the device of the values.
 
-    The error is infinite for choices that are not offered, and NaN for all choices if G is not finite.
+    The error is 0 for choices that are not offered, and NaN for all choices if G is not finite.
 
     Args:
         values: G, [numel].
@@ -311,10 +311,10 @@ def curve(values: Tensor, layer: Layer, choices: Sequence[Choice], offered: Sequ
     """
     squares = torch.linalg.vector_norm(values, dtype=torch.float64).square()
     kinds: dict[str, list[int]] = {"raw": [], "int": [], "top": [], "rank": []}
+    errors, zero = dict[int, Tensor](), torch.zeros_like(squares)  # raw has no error
     for i, (choice, ok) in enumerate(zip(choices, offered, strict=True)):
         if ok:
             kinds[choice.kind].append(i)
-    errors = dict.fromkeys(kinds["raw"], torch.zeros_like(squares))
     parts = pad(values, (0, -len(values) % BLOCK)).split(quantized.GPU_SEGMENT if values.is_cuda else quantized.SEGMENT)
     for i in kinds["int"]:
         norms = []
@@ -338,8 +338,7 @@ def curve(values: Tensor, layer: Layer, choices: Sequence[Choice], offered: Sequ
             q = product(matrix.T, p)  # q = G^T p: the part of G in the span of p
         lost = squares - q.double().square().sum(0).cumsum(0)
         errors |= {i: lost[r - 1].clamp(min=0).sqrt() for i, r in zip(ranked, ranks, strict=True)}
-    without = torch.full_like(squares, float("inf"))
-    row = torch.stack([errors.get(i, without) for i in range(len(choices))])
+    row = torch.stack([errors.get(i, zero) for i in range(len(choices))])
     return torch.where(squares.isfinite(), row, float("nan"))
 
 

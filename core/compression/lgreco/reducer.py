@@ -214,8 +214,7 @@ class LGreco(Reducer):
         """Returns this worker's errors, float64 [layers, choices], and resets the sum."""
         rows, count = [], self._summands.clamp(min=1)
         for i, (layer, wanted) in enumerate(zip(self.layers, self._sums, strict=True)):
-            row = curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i)
-            rows.append(torch.where(row.isinf(), 0.0, row) / count)  # infinity would hide another worker's NaN
+            rows.append(curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i) / count)
         for flat in (*self._sums, self._summands):
             flat.zero_()
         self._asked_by.fill_(number)
