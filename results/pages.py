@@ -397,7 +397,7 @@ def fragments() -> Cells:
 @table("2 workers, text | Local-SGD over CO2, first target | late target | CO2's seconds | a local step of both, s")
 def uncontended() -> Cells:
     """As `fragments`, by link, with workers that do not share cores."""
-    runs, lines = load("paired/two_workers.json")["runs"], Cells()
+    runs, lines = [run for run in load("paired/two_workers.json")["runs"] if run["seed"] < TUNING_SEED], Cells()
     links = sorted({run["rate_mbit"] for run in runs})
     methods = "local:share=0.2,compression=int4", IN_PARTS
     found = bold([[ratio_of(select(runs, rate_mbit=r), *methods, late=late) for late in (False, True)] for r in links])
