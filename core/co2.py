@@ -185,6 +185,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         self._snapshots = self.state.new("snapshot", of_params=True, own=True) if c.merge == "keep_local" else []
         # Nesterov takes another direction than m in step 7. The next gap needs it.
         self._directions = self.state.new("outer_step") if c.nesterov and c.gap != "none" else []
+        self._squares = self.scalars["squares"] if "squares" in self.scalars.sizes else None  # see OutlierFilter
         self._cut()
 
     # -- the boundary ------------------------------------------------------------------------------------------
@@ -357,8 +358,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if arrived:
             # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
             delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm(fragment.payloads)
-            if "squares" in self.scalars.sizes and not self.is_cut:  # hooks' scalars belong to the whole payload
-                stats.consensus_distance = outer.consensus_distance(self.scalars["squares"], self._weight, delta_norm)
+            if self._squares is not None and not self.is_cut:  # hooks' scalars belong to the whole payload
+                stats.consensus_distance = outer.consensus_distance(self._squares, self._weight, delta_norm)
             last_step_norm = last_alpha * fragment.momentum_norm
             if self._directions and c.gap == "norm":
                 last_step_norm = last_alpha * outer.norm([step for step in fragment.directions if len(step)])

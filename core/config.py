@@ -334,7 +334,7 @@ def build_args(
     tuner = tuner_for(c, workers)
     sync_schedule = SyncSchedule(tau, c.delay) if tuner is None else AdaptiveTau(tau, c.delay, tuner)
     choosing = [sync_schedule] if isinstance(sync_schedule, AdaptiveTau) else []
-    options: dict[str, Any] = {name: args[name] for name in ("group", "timeout", "link") if name in args}
+    options: dict[str, Any] = {name: given for name, given in args.items() if name in ("group", "timeout", "link")}
     options["overlap"] = overlap and c.delay != 0  # with delay 0 the worker waits at once
     return {
         "sync_schedule": sync_schedule,

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import UserError, is_whole, log
+from .errors import UserError, log
 from .hooks import Hook, HookedMethod, ReductionInfo
 from .stats import RoundStats, ready
 
@@ -59,7 +59,7 @@ class SyncSchedule:
     def begin(self, number: int) -> None:
         """Round `number` begins, counted from 0."""
         tau: Any = self._given(number) if callable(self._given) else self._given
-        if not is_whole(tau):
+        if not isinstance(tau, int) or tau < 1:
             raise UserError(f"tau={tau!r}: give a whole number of local steps, 1 or more")
         self.tau = tau
 
