@@ -33,7 +33,6 @@ from ..stats import RoundStats
 UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SAFE = "call torch.serialization.add_safe_globals([{}]) where the program starts"
-torch.serialization.add_safe_globals(plain_makers())  # a schedule computed by NumPy leaves its scalars in checkpoints
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
 
@@ -183,6 +182,11 @@ def _end_loading() -> None:
             process.kill()
 
 
+def plain_values() -> Any:
+    """Lets torch.load read NumPy's scalars, which a schedule computed by NumPy leaves, and other plain values."""
+    return torch.serialization.safe_globals(plain_makers())
+
+
 def save_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
     """Writes this worker's own state next to the trainer's checkpoint, which has the model, equal on all workers.
 
@@ -222,7 +226,8 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
     if not (path := Path(folder, f"rank{rank}.pt")).exists():
         path = path.with_name(f"rank{rank % max(files, 1)}.pt")
     try:
-        saved = load_safely(path) if files else saved
+        with plain_values():
+            saved = load_safely(path) if files else saved
     except Exception as error:  # any error: a worker that raised here would leave the other workers waiting
         problem = f"{path} cannot be read ({reason(error)}): resume from an older checkpoint"
     if not files:
