@@ -110,7 +110,8 @@ class CO2Training(CO2):
 
     def _load_own(self, *args: Any, **kwargs: Any) -> None:
         """Runs load_state(), which loads rank 0's model and optimizer, and then loads this worker's own state."""
-        self._load_state(*args, **kwargs)
+        with common.plain_values():
+            self._load_state(*args, **kwargs)
         common.load_own(WHO, f"{self._folder}/co2", self.accelerator.process_index, **self._parts())
 
     def _parts(self) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from .loading import shield
 
 UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
 SAFE = "call torch.serialization.add_safe_globals([{}]) where the program starts"
-torch.serialization.add_safe_globals(plain_makers())  # a schedule computed by NumPy leaves its scalars in checkpoints
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
 
@@ -153,6 +152,11 @@ def shield_loaders(accelerator: Any) -> None:
     accelerator.prepare_data_loader = lambda *args, **kwargs: shield(prepare(*args, **kwargs))
 
 
+def plain_values() -> Any:
+    """Lets torch.load read NumPy's scalars, which a schedule computed by NumPy leaves, and other plain values."""
+    return torch.serialization.safe_globals(plain_makers())
+
+
 def save_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
     """Writes this worker's own state next to the trainer's checkpoint, which has the model, equal on all workers.
 
@@ -192,7 +196,8 @@ def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
     if not (path := Path(folder, f"rank{rank}.pt")).exists():
         path = path.with_name(f"rank{rank % max(files, 1)}.pt")
     try:
-        saved = load_safely(path) if files else saved
+        with plain_values():
+            saved = load_safely(path) if files else saved
     except Exception as error:  # any error: a worker that raised here would leave the other workers waiting
         problem = f"{path} cannot be read ({reason(error)}): resume from an older checkpoint"
     if not files:

@@ -149,7 +149,8 @@ class CO2Strategy(common.InLoop, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self.co2 is None and self._module.trainer.state.fn == TrainerFn.FITTING:  # else no training resumes from it
             self._loaded = os.path.realpath(checkpoint_path)  # last.ckpt may be a link
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        with common.plain_values():
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)

@@ -92,7 +92,8 @@ class CO2Callback(common.InLoop, TrainerCallback):
         folder = resume_from_checkpoint
         self._resumed = (get_last_checkpoint(self.trainer.args.output_dir) if folder is True else folder) or ""
         try:
-            return train(resume_from_checkpoint, *args, **kwargs)
+            with common.plain_values():
+                return train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
             self.end_co2(failed=True)
             raise
