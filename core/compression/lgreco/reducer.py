@@ -158,7 +158,7 @@ class LGreco(Reducer):
         self.decider = decider = Decider(self.layers, like, config, world_size)
         self.chosen: Sequence[Choice] = decider.uniform
         self.allocation: Allocation | None = None  # the last decision
-        flats, many = [b.flat for b in buckets], len(self.layers)
+        self.flats, many = (flats := [b.flat for b in buckets]), len(self.layers)
         slack = len(INTS) * world_size * BLOCK  # each int format is padded to whole blocks a worker
         self.staging = [b.flat.new_zeros(b.numel + slack + len(b.values)) for b in buckets]
         self.errors = [b.flat.new_zeros(b.numel + slack) for b in buckets]
