@@ -65,12 +65,12 @@ def _complaint(refuse_options: Callable[[], object]) -> str:
     """Returns the words of the box that tyro prints."""
     columns, said = os.environ.get("COLUMNS", ""), io.StringIO()
     os.environ["COLUMNS"] = "9999"  # for a box that breaks no line
-    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+    plain = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # no terminal, so the frame is known and without colors
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(plain), contextlib.suppress(SystemExit):
         refuse_options()
     os.environ["COLUMNS"] = columns  # "": as wide as the terminal
-    text = re.sub("\x1b\\[[0-9;]*m", "", said.getvalue())  # without colors
-    text = "\n".join(re.sub("^│ | *│$", "", line) for line in text.splitlines() if line[:1] not in "╭╰")  # and frame
-    first, *rest = re.split("\n─+\n", text.partition("For full helptext")[0])
+    lines = [re.sub("^│ | *│$", "", line) for line in said.getvalue().splitlines() if line[:1] not in "╭╰"]
+    first, *rest = re.split("\n─+\n", "\n".join(lines).partition("For full helptext")[0])
     words, near = " ".join(first.split()), re.findall("(?m)^ {4}(--[^ ,]+)", "\n".join(rest))
     if own := re.match("Error parsing [^-].*?: (.*)", words):  # of a dataclass, which tyro names
         return own[1]
