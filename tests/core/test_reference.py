@@ -97,7 +97,7 @@ def test_fragments_by_hand():
 
 
 def test_momentum_follows_tau_by_hand():
-    """Every step moves by -1, so Delta is tau. m is 4, 4 / 2 x 2 / 4 + 2, 3 / 2 + 2, and 3.5 + 8, with beta at most 1."""
+    """Every step moves by -1, so Delta is tau. m is 4, 4/2 x 2/4 + 2, 3/2 + 2, and 3.5 + 8, as beta is at most 1."""
     ref = Reference(torch.zeros(1, 1, dtype=torch.float64), **{**PLAIN, "beta": 0.5, "delay": 0})
     for ref.tau in (4, 2, 2, 8):
         ref.run(lambda x, _: torch.ones_like(x), 1.0, ref.tau)
