@@ -96,6 +96,26 @@ def test_fragments_by_hand():
     assert (x == -8).all()  # four steps of 2 on average
 
 
+def test_momentum_follows_tau_by_hand():
+    """Every step moves by -1, so Delta is tau. m is 4, 4/2 x 2/4 + 2, 3/2 + 2, and 3.5 + 8, as beta is at most 1."""
+    ref = Reference(torch.zeros(1, 1, dtype=torch.float64), **{**PLAIN, "beta": 0.5, "delay": 0})
+    for ref.tau in (4, 2, 2, 8):
+        ref.run(lambda x, _: torch.ones_like(x), 1.0, ref.tau)
+    assert torch.cat(ref.outer).tolist() == [0, -4, -7, -10.5, -22]
+
+
+def test_weights_and_an_excluded_worker_by_hand():
+    """Delta is 2, then 2 of worker 0 alone. Worker 1 continues from the outer iterate of -2."""
+    ref = by_hand([(1, 3), (2, float("nan"))], merge="keep_local")
+    assert ref.x[:, 0].tolist() == [-4, -2] and ref.excluded.tolist() == [False, True]
+    ref.finish()
+    assert ref.x[:, 0].tolist() == [-4, -4]
+    ref = by_hand([(1, 3), (1, float("nan"))], tau=2, delay=1, merge="keep_local")
+    assert ref.x[:, 0].tolist() == [-2, 0]  # nothing has arrived
+    ref = by_hand([(1, 3)], delay=0, weights=vector(1, 3))  # (1 + 3 x 3) / 4
+    assert ref.x[:, 0].tolist() == [-2.5, -2.5]
+
+
 def test_its_example_runs():
     text = (reference.__doc__ or "").replace("co2_training", "core")
     example = doctest.DocTestParser().get_doctest(text, {}, "reference", None, None)
