@@ -50,7 +50,7 @@ def main() -> None:
             raise UserError(f"--store {args.store} is for elastic runs: add --elastic to the script's options")
         launch.check_args(args)
         if args.rdzv_backend == "static" and not (args.standalone or args.rdzv_endpoint or args.node_rank):
-            launch.check_free(args.master_port)
+            launch.check_free(args.master_port or (0 if args.nnodes in ("1", "1:1") else 29500))  # torchrun's; 0: any
         run(args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()

@@ -421,7 +421,7 @@ def refuse(message: str) -> NoReturn:
 def check_args(args: Namespace) -> None:
     """Raises UserError for numbers that cannot be, hosts without an address, and a script that is not there.
 
-    The options are those of this launcher or of torchrun.
+    It accepts this launcher's options and torchrun's.
     """
     fewest, most = (str(args.nnodes).split(":") * 2)[:2]
     if not (re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", str(args.nnodes)) and 0 < int(fewest) <= int(most)):
@@ -458,7 +458,7 @@ def check_free(port: int) -> None:
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        raise UserError(f"--master-port {port}: {error.strerror}: give a free one") from None
+        raise UserError(f"--master-port {port}: {os.strerror(error.errno or 0)}: give a free one") from None
 
 
 def is_module(name: str) -> bool:

@@ -44,7 +44,7 @@ class ElasticReducer(Reducer):
     def begin(self, rank: int, workers: int, counting: int) -> None:  # noqa: ARG002
         """Begins an attempt with copies of what this worker sends.
 
-        This worker has `rank` among `workers`. Only `counting` of them count in the average, and the others send zeros.
+        This worker has `rank` among `workers`. `counting` workers count in the average, and the rest sends zeros.
         """
         self.scale = 1 / counting
         if [len(part.flat) for part in self.copies] != [len(b.payload) + len(b.rest) for b in self.buckets]:
