@@ -36,7 +36,7 @@ def _report(error: BaseException | None, at: TracebackType | None, otherwise: Ca
 
 
 _hook, _hook_of_threads = sys.excepthook, threading.excepthook
-sys.excepthook = lambda *args: _report(*args[1:], lambda: _hook(*args))
+sys.excepthook = lambda kind, error, at: _report(error, at, lambda: _hook(kind, error, at))
 threading.excepthook = lambda args: _report(args.exc_value, args.exc_traceback, lambda: _hook_of_threads(args))
 
 
