@@ -1,5 +1,6 @@
 """Optimisers and schedules; micro-batches and recomputed activations give the gradient of the whole batch."""
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,7 +81,7 @@ def test_schedules_by_hand():
 
 
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
-    """Beside timm's, with a schedule and a restart from a state by names in between."""
+    """The first step beside timm's, later steps beside a restart from a state by names."""
     from timm.optim import Muon  # after training.prepared, for torchvision
 
     def start(config: OptimConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -89,32 +90,29 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
         ours.embedding, ours.blocks = nn.Embedding(7, 4), nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 3)])
         return ours, language.model.make_optimizer(ours, config)
 
-    def backward(of: nn.Module, step: int) -> None:
-        hidden = of.embedding(torch.arange(7) * (step + 1) % 7)
-        of.blocks[1](of.blocks[0](hidden).tanh()).square().sum().backward()
+    def step(of: nn.Module, rate: float, *optimizers: torch.optim.Optimizer) -> None:
+        of.zero_grad()
+        of.blocks[1](of.blocks[0](of.embedding.weight).tanh()).square().sum().backward()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
 
     config = OptimConfig("muon", lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
-    ours, optimizer = start(config)
-    theirs, _ = start(config)
-    inside = [block.weight for block in theirs.blocks]
+    (ours, optimizer), (theirs, _) = start(config), start(config)
     rest = [theirs.embedding.weight, *(block.bias for block in theirs.blocks)]
-    muon = Muon(inside, 0.1, weight_decay=0.3, momentum=0.9, eps=1e-6)
-    adamw = torch.optim.AdamW(rest, 0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
-    for step in range(4):
-        if step == 2:
-            saved, weights = of_optimizer(optimizer, ours), ours.state_dict()
-            ours, optimizer = start(config)
-            ours.load_state_dict(weights)
-            load_optimizer(optimizer, ours, saved)
-        for group in [g for one in (optimizer, muon, adamw) for g in one.param_groups]:
-            group["lr"] = 0.1 / (step + 1)
-        for of in (ours, theirs):
-            of.zero_grad()
-            backward(of, step)
-        for one in (optimizer, muon, adamw):
-            one.step()
+    muon = Muon([block.weight for block in theirs.blocks], 0.1, weight_decay=0.3, momentum=0.9, eps=1e-6)
+    step(ours, 0.1, optimizer)
+    step(theirs, 0.1, muon, torch.optim.AdamW(rest, 0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0))
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other)
+    again, resumed = start(config)
+    again.load_state_dict(ours.state_dict())
+    load_optimizer(resumed, again, copy.deepcopy(of_optimizer(optimizer, ours)))
+    for rate in (0.05, 0.02):
+        step(ours, rate, optimizer)
+        step(again, rate, resumed)
+    assert all(map(torch.equal, ours.parameters(), again.parameters()))
 
 
 # -- the gradient of the whole batch, in every task -------------------------------------------------------------------
