@@ -2,13 +2,8 @@
 
 import logging
 import os
-import sys
-import sysconfig
-import threading
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 log = logging.getLogger("co2_training")  # choices and repairs, at level INFO on the rank that reports
@@ -20,24 +15,6 @@ class UserError(ValueError):
     Where nobody catches it, Python prints it without a traceback, with the line of the user's script. The exit status
     is 1, and 2 from the train scripts. With CO2_TRACEBACK in the environment, Python prints the traceback.
     """
-
-
-def _report(error: BaseException | None, at: TracebackType | None, otherwise: Callable[[], object]) -> None:
-    """Prints an uncaught UserError, with the last line outside of this package and of installed ones."""
-    if not isinstance(error, UserError) or "CO2_TRACEBACK" in os.environ:
-        otherwise()
-        return
-    paths = sysconfig.get_paths()
-    others = (os.path.dirname(__file__), *(paths[key] for key in ("stdlib", "purelib", "platlib")))
-    others = ("<", *(os.path.join(folder, "") for folder in others))
-    own = [frame for frame in traceback.extract_tb(at) if not frame.filename.startswith(others)]
-    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-    print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
-
-
-_hook, _hook_of_threads = sys.excepthook, threading.excepthook
-sys.excepthook = lambda kind, error, at: _report(error, at, lambda: _hook(kind, error, at))
-threading.excepthook = lambda args: _report(args.exc_value, args.exc_traceback, lambda: _hook_of_threads(args))
 
 
 class CollectiveError(RuntimeError):

@@ -6,7 +6,7 @@ from typing import Any
 from ..buckets import tensors_of
 from ..errors import UserError
 from ..hooks import GUARDS, Hook
-from . import failure, inputs
+from . import failure, inputs, uncaught  # noqa: F401 - uncaught prints mistakes that nobody catches
 from .extra import ExtraAverage, MasterWeightSync
 from .usage import UsageChecks
 from .workers import NodeCheck, OutlierFilter, ReplicaChecksum
