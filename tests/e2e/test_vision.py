@@ -55,7 +55,7 @@ def with_auto(rank: int, world_size: int, folder: str) -> str:
 
 
 def tell_fixed_times(tell: Callable[..., None]) -> Callable[..., None]:
-    """What a worker tells whose steps take 10 ms and all-reduces 26: tau is to be 4 with fragments, whatever its load."""
+    """What a worker tells whose steps take 10 ms and all-reduces 26: tau is to be 4, with fragments."""
     fixed = {"step_seconds": 0.01, "boundary_seconds": 0.0, "merge_seconds": 0.0, "exposed_seconds": 0.0}
 
     def told(tuner: TauTuner, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
