@@ -55,7 +55,7 @@ def with_auto(rank: int, world_size: int, folder: str) -> str:
 
 
 def tell_fixed_times(tell: Callable[..., None]) -> Callable[..., None]:
-    """What a worker tells whose steps take 10 ms and all-reduces 26, so that tau is to be 7, whatever its load."""
+    """What a worker tells whose steps take 10 ms and all-reduces 26: tau is to be 4, with fragments."""
     fixed = {"step_seconds": 0.01, "boundary_seconds": 0.0, "merge_seconds": 0.0, "exposed_seconds": 0.0}
 
     def told(tuner: TauTuner, stats: RoundStats, before: RoundStats, rank: int, places: Tensor) -> None:
@@ -93,7 +93,7 @@ def test_tau_is_chosen_and_the_trace_shows_the_all_reduce(tmp_path: Path):
     text = run_distributed(with_auto, 2, str(folder), timeout=300)[0]
     decisions, taus = logged(folder, "tau"), logged(folder, "round/tau")
     assert decisions and decisions[0].startswith("tau 2 -> ") and decisions[0] in text
-    assert taus[0] == 2 and taus[-1] == 7
+    assert taus[0] == 2 and taus[-1] == 4
     landed = [row for row in rows(folder) if row.get("round/allreduce_seconds")]
     for row in landed:
         whole = row["round/exposed_seconds"] + row["round/hidden_seconds"]
