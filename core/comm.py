@@ -10,8 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,8 @@ class Pending(Protocol):
     def wait(self) -> Any: ...
 
 
-class OtherWork(NamedTuple):
+@dataclass(frozen=True)
+class OtherWork:
     """Work that is no dist.Work, such as a copy between a GPU and the host."""
 
     is_completed: Callable[[], bool]

@@ -76,9 +76,9 @@ def check_group() -> None:
 
 def refuse_shared_storage(params: Sequence[Tensor]) -> None:
     """Raises UserError if two parameters overlap in memory: every boundary would update them twice."""
-    spans = sorted((*_span(p), p.nbytes) for p in params if p.numel())
+    spans = [(_span(p), p.nbytes) for p in params if p.numel()]
     # other layouts, such as columns of one matrix, may interleave
-    dense = [span for *span, nbytes in spans if span[2] - span[1] == nbytes]
+    dense = sorted(span for span, nbytes in spans if span[2] - span[1] == nbytes)
     if any(one[0] == following[0] and following[1] < one[2] for one, following in itertools.pairwise(dense)):
         raise UserError(
             "two parameters share their memory: give the tensor that holds both, or one of them, as the same object"
