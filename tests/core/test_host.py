@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, CompressionConfig, buckets, hooks, local_update, make_method
+from core import CO2, CO2Config, CompressionConfig, buckets, local_update, make_method
 from core.buckets import on_device, pinned
 from core.comm import AsyncAllReduce
 from core.guards import workers
@@ -104,7 +104,7 @@ def test_statistics_of_shared_state_go_off_before_what_follows_is_launched(monke
 def reads_in_rounds(co2: CO2 | CO2, params: list[nn.Parameter]) -> list[str]:
     """As on a device: where reading is free, a worker that is not left out is spared a pass (stats.read_blocks)."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (buckets, hooks, local_update, workers):
+        for module in (buckets, local_update, workers):
             patch.setattr(module, "read_blocks", lambda t: True)
         problems.take_steps(co2, params, 0, range(4))  # the first rounds look where the parameters lie
         with host_reads() as reads:
