@@ -270,13 +270,17 @@ def described(number: int, buffer: Tensor) -> str:
 
 
 class NodeCheck(Hook):
-    """Compares the parameters of a node's ranks once, before the first boundary, because each sends a part for all."""
+    """Compares the parameters of a node's ranks once, before the first all-reduce, because each sends a part for all.
+
+    It uses the node's group, which an all-reduce in flight uses in its thread. A run that resumes with one compares
+    later, or not at all.
+    """
 
     _is_done = False
 
     def before_step(self) -> bool:
         m = self.method
-        if m.node.group is None or m.local_steps + 1 >= m.tau:
+        if m.node.group is None or m.local_steps + 1 >= m.tau // max(1, len(m.fragments)):
             self.before_finish()
         return self._is_done
 
@@ -286,8 +290,11 @@ class NodeCheck(Hook):
         Raises:
             UserError: If they have become different.
         """
-        node, is_done, self._is_done = self.method.node, self._is_done, True
-        if is_done or node.group is None or not (shared := node.on_all_ranks(self.method.params)):
+        node = self.method.node
+        if self._is_done or self.method.allreduce.in_flight:
+            return
+        self._is_done = True
+        if node.group is None or not (shared := node.on_all_ranks(self.method.params)):
             return
         norms, reason = [0.0], ""
         try:
