@@ -354,7 +354,7 @@ FAST = (("vision", 200), ("vision", 1000), ("language", 200), ("language", 1000)
 
 @table(" | ".join(("method", *(f"{TASK_NAMES[task]}, {rate} Mbit/s" for task, rate in FAST))))
 def ddp_fast() -> Cells:
-    """DDP's seconds to the first target over those of CO2 with fragments, by link."""
+    """DDP's seconds to the first target over the seconds of CO2 with fragments, by link."""
     names = {m: name for m, name in OVERLAPPED.items() if m.startswith("ddp")}
     names = {**names, "ddp:cap=1": "DDP, buckets of 1 MiB", "ddp:compression=int4,cap=1": "DDP, int4, buckets of 1 MiB"}
     runs = [select(with_fragments(), task=task, rate_mbit=rate) for task, rate in FAST]
@@ -421,7 +421,7 @@ def uncontended() -> Cells:
 
 @table("method | 10 Mbit/s, first | late | waits, % | 40 Mbit/s, first | late | waits, %")
 def nodes_text() -> Cells:
-    """Text on two nodes of two ranks, by link: seconds over those of CO2 on nodes, whose seconds are the first line."""
+    """Text on two nodes of two ranks, by link: seconds over CO2's on nodes, whose seconds are the first line."""
     runs, rates = load("paired/nodes_text.json")["runs"], (10, 40)
     places = [(select(runs, rate_mbit=rate), late) for rate in rates for late in (False, True)]
     lines = bold([[ratio_of(of, method, ON_NODES, late=late) for of, late in places] for method in BESIDE_NODES])

@@ -183,24 +183,24 @@ def test_a_fresh_import_loads_nothing_of_the_harness():
 
 
 BUDGETS = {
-    "core": 6340,  # the files of the folder itself
-    "core/baselines": 1040,
-    "core/checkpoint": 1020,
-    "core/compression": 1890,
+    "core": 5600,  # the files of the folder itself
+    "core/baselines": 1000,
+    "core/checkpoint": 1050,
+    "core/compression": 1900,
     "core/doctor": 590,
-    "core/elastic": 2090,  # with the launcher, which was in training, and the loop for own scripts
-    "core/guards": 1120,
-    "core/integrations": 1190,
-    "core/testing": 440,
-    "training": 7230,
-    "language": 5170,
-    "pointcloud": 1150,
-    "segmentation": 1520,
-    "vision": 1400,
-    "bench": 4230,
-    "results": 1320,
-    "examples": 640,
-    "tests": 34400,
+    "core/elastic": 2020,  # with the launcher, which was in training, and the loop for own scripts
+    "core/guards": 1600,
+    "core/integrations": 1070,
+    "core/testing": 340,
+    "training": 7240,
+    "language": 5000,
+    "pointcloud": 1080,
+    "segmentation": 1470,
+    "vision": 1370,
+    "bench": 4180,
+    "results": 1330,
+    "examples": 630,
+    "tests": 33820,
 }
 """Room -> the lines that its Python files may have. Cutting lowers a number; only a reason raises one."""
 
