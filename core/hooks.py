@@ -65,7 +65,6 @@ class HookedMethod:
     growth = 1.0  # tau of the round whose all-reduce started last, over the tau of the average before
     sends_differences = False  # whether payloads are differences: zero if nothing has moved
     timed_from = 0  # the first all-reduce without the buffers that nobody changes; its time is the first that counts
-    fragments: Sequence[Any] = ()  # slices of the payloads, each with an all-reduce of its own
     fragment_index = 0  # of the last all-reduce's Fragment
     is_cut = False  # whether there are several fragments
     numbered_buffers: list[tuple[int, Tensor]]  # the averaged buffers with their index in `buffers`, in buckets' order

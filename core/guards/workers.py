@@ -280,7 +280,7 @@ class NodeCheck(Hook):
 
     def before_step(self) -> bool:
         m = self.method
-        if m.node.group is None or m.local_steps + 1 >= m.tau // max(1, len(m.fragments)):
+        if m.node.group is None or m.local_steps + 1 >= m.tau // max(1, len(getattr(m, "fragments", ()))):
             self.before_finish()
         return self._is_done
 

@@ -261,7 +261,7 @@ def test_an_optimizers_state_comes_back_with_its_types(dtype: torch.dtype, how: 
             for key in ("point", "deep"):  # weights_only does not read these
                 del held[key]
         parts = [dict(zip(("model", "optimizer", "co2"), loop, strict=True)) for loop in (first, second)]
-        save_own(tmp_path, 0, **parts[0])
+        save_own("a test", tmp_path, 0, **parts[0])
         load_own("a test", tmp_path, 0, **parts[1])
     else:
         assert save(tmp_path, *first, step=3) and load(tmp_path, *second) == 3

@@ -21,7 +21,6 @@ LOADS: dict[tuple[str, str], dict[str, bool]] = {
     ("training/weights/read.py", "kind.from_pretrained"): {"use_safetensors": True},
     ("segmentation/runner.py", "mmengine.config.Config.fromfile"): {},  # --config runs the user's own program
     # with the weights_only that the user gives to the trainer, True if none is given
-    ("core/integrations/common.py", "torch.load"): {},
     ("core/integrations/lightning.py", "super().load_checkpoint"): {},
     ("training/data/files.py", "numpy.load"): NO_PICKLE,
     ("pointcloud/sources.py", "numpy.lib.format.read_array"): NO_PICKLE,
