@@ -319,6 +319,8 @@ class CO2(LocalUpdateMethod, SharedMethod):
                 self._params_updated(at_boundary=at_boundary)
             if starts_next:
                 self._start_fragment(self.fragment_index + 1)
+                if self.config.delay == 0:  # it is merged
+                    self._params_updated(at_boundary=at_boundary)
 
     def _reach_common_model(self) -> bool:
         """Whether the workers hold equal parameters, for sync_for_eval().

@@ -201,8 +201,8 @@ class AsyncAllReduce:
         self.exposed: Seconds = 0.0
         self.in_flight = False
         self._by_nccl = self.group is not None and moved_by_nccl(self.group, device)
-        # Its kernels are small and peers wait for them, hence the high priority.
         self._link = link if not self._by_nccl else None
+        # Its kernels are small and peers wait for them, hence the high priority.
         self._side = torch.cuda.Stream(device, priority=-1) if self._by_nccl or device.type == "cuda" else None
         self._end_mark: Mark = 0.0  # with NCCL, the end of the queued stages
         self._queued: tuple[Mark, Iterator[Stage]] = 0.0, iter(())  # with NCCL, the begin of the stages, and the rest

@@ -194,10 +194,10 @@ class CO2Config:
 
         An average is merged when it arrives, with keep_local and without a penalty, because little is stale then. If an
         all-reduce takes longer than a local step, it is cut into fragments, whose averages are fresher. They are
-        compressed to int4, at the cost of 1 + 1/workers copies of the parameters, or sent in float32 if that arrives
-        within a local step. The outer momentum is 0.3 in runs of 80 rounds or more with a fixed tau of 24 or more,
-        where it lowered the loss. Else it is 0, because it raised the mean loss of digits in short runs, and of text at
-        tau 2.
+        compressed to int4, at the cost of 1 + 1/workers copies of the parameters, or sent in float32 if that would
+        arrive within a local step, judged by int4's time. The outer momentum is 0.3 in runs of 80 rounds or more with a
+        fixed tau of 24 or more, where it lowered the loss. Else it is 0, because it raised the mean loss of digits in
+        short runs, and of text at tau 2.
 
         Args:
             workers: Leave it out. No setting depends on it, and CO2 warns if it is not the number of its workers. On a
@@ -240,7 +240,10 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
         raise UserError(f"the schedule changes {', '.join(sorted(unknown))}: only {', '.join(SCHEDULED)} may change")
     if "tau" in changes and "auto" in (c.tau, changes["tau"]):
         raise UserError(f"the schedule gives tau={changes['tau']!r} while tau is {c.tau!r}: give numbers, or only auto")
-    return replace(c, **changes)
+    try:
+        return replace(c, **changes)
+    except UserError as error:
+        raise UserError(f"the schedule gives {dict(changes)} for round {number}: {error}") from None
 
 
 def named(config: CO2Config) -> CO2Config:

@@ -435,6 +435,18 @@ def nodes_text() -> Cells:
     return made
 
 
+@table("nodes of two, equal samples | Local-SGD (blocking): loss | CO2 with 8 fragments against it, %")
+def nodes_loss() -> Cells:
+    """Losses of simulated nodes, over int4. A node of two ranks is a worker with twice the batch."""
+    runs, lines = select(load("fragments.jsonl"), kind="run", split="test", batch=16), Cells()
+    for (task, name), nodes in itertools.product((("bytes", "text"), ("cifar", "CIFAR-10")), (2, 4)):
+        of = select(runs, task=task, workers=nodes)
+        mine, other = ({r["seed"]: r["loss"] for r in select(of, method=m)} for m in ("fragments", "local"))
+        if mine.keys() & other.keys():
+            lines[f"{name}, {nodes}"] = [mean_sd(other.values(), ".3f"), against(mine, other)]
+    return lines
+
+
 # -- loss at equal samples ------------------------------------------------------------------------------------------
 
 HIDDEN = "co2:merge=keep_local,gap=none,beta=0,delay=1,compression=int4"

@@ -25,10 +25,10 @@ class CompressionConfig:
     """How averages are compressed for the network."""
 
     format: Format = "float32"
-    """float32 is a plain all-reduce (float64 for float64 parameters). bfloat16, int8 and int4 round to fewer
-    bytes. lgreco chooses a compression for each layer during training. auto is int4, or float32 if that is as fast, as
-    measured during training. Error feedback adds the rounding errors to the next round's message, at the cost of a copy
-    of the parameters."""
+    """float32 is a plain all-reduce (float64 for float64 parameters). bfloat16, int8 and int4 round to fewer bytes.
+    lgreco chooses a compression for each layer during training. auto is int4, or float32 if its rounds need be no
+    longer, which is tested if int4's measured time allows it. Error feedback adds the rounding errors to the next
+    round's message, at the cost of a copy of the parameters."""
     like: str = ""
     """With lgreco: the uniform setting whose error it must not exceed, such as int4, top0.01 or rank4. intB has B bits,
     topD keeps the share D of each layer's largest elements, and rankR has rank R."""

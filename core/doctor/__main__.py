@@ -39,7 +39,10 @@ class Parser(argparse.ArgumentParser):
 
 def options(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the options. Raises UserError for the first option that is wrong."""
-    parser = Parser(prog="doctor", description="Measures these nodes, and prints the settings that CO2 uses on them.")
+    parser = Parser(
+        prog="python -m co2_training.doctor",
+        description="Measures these nodes, and prints the settings that CO2 uses on them.",
+    )
     add = parser.add_argument
     add("--params", required=True, type=positive, metavar="N", help="trained parameters of the model, such as 125e6")
     add("--step_ms", "--step-ms", type=positive, metavar="MS", help="milliseconds of a local step; else several")
@@ -53,7 +56,7 @@ def positive(given: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (value := float(given)) < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"{given}: give a number above 0, such as 125e6")
+    raise argparse.ArgumentTypeError(f"{given}: give a number above 0")
 
 
 def main() -> None:
@@ -64,6 +67,12 @@ def main() -> None:
         asked = options(sys.argv[1:])
         if rank == 0 and asked.out is not None and not asked.out.absolute().parent.is_dir():
             raise UserError(f"--out {asked.out}: there is no folder {asked.out.parent}: make it first")
+        nodes, rest = divmod(workers := env_number("WORLD_SIZE", 1), max(1, asked.per_node or workers))
+        if asked.per_node is not None and (asked.per_node < 2 or rest or nodes < 2):
+            raise UserError(
+                f"--per_node {asked.per_node} with {workers} workers: give 2 or more ranks of a node, so that the "
+                "workers are two or more equal nodes"
+            )
     except UserError as error:
         _end(f"error: {error}" if rank == 0 else "", 2)
     try:
@@ -131,8 +140,6 @@ def measure(found: dict[str, Any], asked: argparse.Namespace, nodes: list[list[i
     if asked.per_node is None:
         return
     mesh = node_mesh(device.type, asked.per_node, asked.timeout)
-    if mesh.size(0) == 1:
-        raise UserError(f"--per_node {asked.per_node}: all {workers} ranks are one node: give a smaller number")
     across, within = (of_links.get(name, of_links["all"]) for name in ("across", "within"))
     inside = min(within.seconds(4 * params), seconds["float32"])  # no slower than among all
     of_nodes = compressions(params, across, device, asked.timeout, mesh)

@@ -12,7 +12,7 @@ from ..tau import smallest_tau
 STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, if the user gives none
 ROUNDS = 40  # rounds after which a tuner that always gets the same times has settled
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
-COLUMNS = "{:<11}{:<4}{:<12}{:<12}{:<8}{:<9}{:<7}{:<10}{:<6}{}"
+COLUMNS = "{:<11}{:<4}{:<12}{:<12}{:<8}{:<9}{:<7}{:<10}{:<9}{}"
 TITLES = ("local step", "tau", "compression", "fragments", "exposed", "boundary", "DDP", "DDP int4", "r", "take")
 LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 

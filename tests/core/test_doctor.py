@@ -305,7 +305,7 @@ def test_more_workers_than_gpus_are_one_line(ends: Any, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--params 0", "argument --params: 0: give a number above 0, such as 125e6"),
+        ("--params 0", "argument --params: 0: give a number above 0"),
         ("--params 1e6 --step_ms 0", "argument --step_ms/--step-ms: 0: give a number above 0"),
         ("--params 1e6 --out /nowhere/x.json", "--out /nowhere/x.json: there is no folder /nowhere"),
         ("--parms 1e6", "the following arguments are required: --params (--help lists the options)"),

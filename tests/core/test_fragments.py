@@ -195,6 +195,20 @@ def test_workers_may_end_after_different_steps(rank: int, c: CO2Config):
     assert alike(found[-1]) and total_world_size(rounds) == [rounds] * 2
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+def test_hooks_are_told_of_every_write(delay: int):
+    """The copies in 16 bits follow float32 masters, which each fragment's merge writes in mid-round."""
+    masters = [nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(5))]
+    copies = [nn.Parameter(m.detach().to(torch.bfloat16)) for m in masters]
+    with CO2(masters, config(tau=8, fragments=4, delay=delay, outer_lr=0.5), model_params=copies) as co2:
+        for step in range(20):
+            for m, c in zip(masters, copies, strict=True):
+                with torch.no_grad():
+                    c.copy_(m.add_(1.0 + step))  # as the loop of such an optimizer does
+            co2.step()
+            assert all(torch.equal(c, m.to(c.dtype)) for m, c in zip(masters, copies, strict=True)), step
+
+
 @pytest.mark.parametrize("delay", [1, "auto"])
 @on_ranks(2)
 def test_an_evaluation_gets_one_model(rank: int, delay: Any):
