@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..buckets import is_dtensor, local_shard
-from ..errors import UserError
+from ..errors import UserError, log
 from ..groups import host_group, leave_group, new_group, of_all
 from ..guards import failure as peers
 from ..guards.workers import all_finite, nonfinite_buffers
@@ -650,6 +650,8 @@ def load(
     here = {} if others is None else others
     found = load_newest(folder := Path(folder).expanduser(), rank=rank, needs=NEEDS)
     if found is None:
+        if rank == 0:
+            log.info("no checkpoint in %s: training starts afresh", folder)
         _attempts.setdefault(co2, {})[_key(folder)] = new_attempt(folder)
         return None
     state, before = found

@@ -164,7 +164,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest(monkeypatch: pytest.MonkeyPa
     assert [shape for _, *shape in task.inner.matrices] == [[144, 48], [48, 48], [192, 48], [48, 192]] * 2
 
 
-def test_ddp_sends_gradients_over_the_wire():
+def test_ddp_sends_compressed_gradients():
     x = torch.zeros(2, 2)
     method, inner = parse("ddp:compression=int4")[0].make(x, 1), Inner("sgd", 1.0, momentum=0.0).start(x)
     for step in range(2):

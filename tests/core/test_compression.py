@@ -258,7 +258,7 @@ WITHIN = {"float32": 0.0, "bfloat16": 3e-3, "int8": 1e-2, "int4": 0.15}
 
 
 @on_ranks(3)
-def test_another_wire_sends_what_error_feedback_holds_back(rank: int):
+def test_another_format_sends_what_error_feedback_holds_back(rank: int):
     """A bucket's mean rounded a few times and then exact, with what was held back: all that has landed, and the exact
     means added up."""
     lossy, _ = templates()
@@ -353,7 +353,7 @@ def test_one_workers_nan_reaches_nobody(rank: int):
         torch.testing.assert_close(p.detach(), want, rtol=0, atol=1.1 * 0.073)  # half a level
 
 
-def test_a_checkpoint_of_another_wire_is_refused():
+def test_a_checkpoint_of_another_format_is_refused():
     methods = [replace(BASE, compression=c).build([nn.Parameter(torch.zeros(3))]) for c in ("int8", "float32")]
     for writer, reader in (methods, methods[::-1]):
         with pytest.raises(UserError, match="checkpoint.*error_feedback"):

@@ -82,7 +82,7 @@ def trained(rank: int, name: str, steps: int = 40, dtype: torch.dtype = torch.fl
     "names", [["float32", "int8", "rank2"], pytest.param([*NARROW_FORMATS], marks=pytest.mark.slow)]
 )
 @on_ranks(2, timeout=120)
-def test_ddp_trains_with_every_wire(rank: int, names: list[str]):
+def test_ddp_trains_with_every_format(rank: int, names: list[str]):
     """Fewer bytes, and about the loss of float32."""
     found = {name: trained(rank, name) for name in names}
     plain_loss, plain_sent, _ = found["float32"]
@@ -417,5 +417,5 @@ AUTO, INT8 = CompressionConfig("auto"), CompressionConfig("int8")
         ),
     ],
 )
-def test_a_wire_that_the_method_does_not_have_is_refused(name: str, settings: dict[str, Any], said: str):
+def test_a_format_that_the_method_does_not_have_is_refused(name: str, settings: dict[str, Any], said: str):
     assert said in refusal(make_method, name, net(), **settings)

@@ -124,7 +124,7 @@ def test_beta_0_alpha_1_is_then_local_sgd(traces: Any):
         assert all(map(torch.equal, of_rank["co2 0 1 int4"], of_rank["local int4"]))
 
 
-def test_a_narrow_wire_changes_a_baseline_by_what_it_rounds(traces: Any):
+def test_a_narrow_format_changes_a_baseline_by_what_it_rounds(traces: Any):
     for key in ("local", "slowmo"):
         wide, narrow = (traces[0][name][0] for name in (key, f"{key} int4"))
         assert 1e-6 < (wide - narrow).abs().max() < 0.1 * wide.abs().max(), key

@@ -177,7 +177,9 @@ def test_a_group_that_cannot_move_the_tensors_is_refused_with_the_remedy(rank: i
     assert "moves no meta tensors" in text and "cpu:gloo,cuda:nccl" in text
 
 
-def test_a_wire_is_changed_in_the_computations_own_stream(background: AsyncAllReduce, monkeypatch: pytest.MonkeyPatch):
+def test_a_format_is_changed_in_the_computations_own_stream(
+    background: AsyncAllReduce, monkeypatch: pytest.MonkeyPatch
+):
     """It lets memory go that was taken there, for that stream to use again at once."""
     p = nn.Parameter(torch.ones(3))
     co2 = CO2([p], CO2Config(tau="auto", tau_max=1, compression=CompressionConfig("auto")))

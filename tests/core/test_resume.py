@@ -184,7 +184,7 @@ def test_empty_parts_may_be_missing(build: Any):
     assert str(reader.state_dict()) == str(writer.state_dict())
 
 
-def test_a_checkpoint_that_does_not_fit_leaves_the_wire_alone():
+def test_a_checkpoint_that_does_not_fit_leaves_the_format_alone():
     config = CO2Config(tau=2, compression=CompressionConfig("auto"))
     writer, reader = CO2(params(3), config), CO2(params(4), config)
     state = of_rank(saved_by(writer)) | {"reducer": "int4"}
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_an_older_version_is_refused_in_one_line():
 
 
 @pytest.mark.parametrize(("compression", "to"), [("auto", "float32"), ("float32", "auto")])
-def test_a_run_may_go_on_with_its_wire_chosen_or_given_where_nothing_is_held_back(compression: Any, to: Any):
+def test_a_run_may_go_on_with_its_format_chosen_or_given_where_nothing_is_held_back(compression: Any, to: Any):
     first, then = (
         CO2(params(3), CO2Config(tau=2, compression=CompressionConfig(compression)))
         for compression in (compression, to)

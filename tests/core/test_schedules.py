@@ -38,7 +38,7 @@ def test_co2_follows_a_schedule_of_tau(config: CO2Config, schedule: Schedule, cl
     assert [step for step in range(1, closes[-1] + 2) if co2.step()] == closes
 
 
-def test_the_choice_of_a_wire_knows_the_tau_of_now():
+def test_the_choice_of_a_format_knows_the_tau_of_now():
     config = CO2Config(tau=12, gap="none", merge="keep_local", compression=CompressionConfig("auto"))
     ramp = (3, 6, 12)
     built = build_args(config, {}, lambda number: {"tau": ramp[number]})

@@ -274,6 +274,13 @@ def test_an_optimizers_state_comes_back_with_its_types(dtype: torch.dtype, how: 
     assert all(map(torch.equal, first[0].parameters(), second[0].parameters()))
 
 
+def test_a_folder_without_a_checkpoint_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    loop = odd_loop(torch.float32, lambda optimizer: optimizer)
+    with caplog.at_level("INFO", "co2_training"):
+        assert load(tmp_path / "typo", *loop) is None
+    assert f"no checkpoint in {tmp_path / 'typo'}: training starts afresh" in caplog.text
+
+
 @on_ranks(2)
 def test_a_shards_float32_state_stays_float32(rank: int):  # noqa: ARG001
     """Of bfloat16 parameters in FSDP2, whose state is DTensors."""

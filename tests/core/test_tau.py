@@ -189,7 +189,7 @@ def receives(tuner: TauTuner, n: int, allreduce: float, boundary: float = 0.0, s
 NARROW_FORMATS = {"int8": 1.0, "float32": 4.0}
 
 
-def test_a_wide_wire_is_tried_where_its_mean_would_be_fresh_and_kept_where_it_is():
+def test_a_wide_format_is_tried_where_its_mean_would_be_fresh_and_kept_where_it_is():
     tuner = TauTuner(192, compressions=NARROW_FORMATS)
     receives(tuner, 3, 0.02)
     assert (tuner.compression, tuner.tau) == ("float32", 1), "1.25 x 4 x 0.02 / 0.1: as its bytes let expect"
@@ -209,7 +209,7 @@ def test_a_wide_wire_is_tried_where_its_mean_would_be_fresh_and_kept_where_it_is
         assert (one.compression, one.tau) == ("float32", 10), "it is tried once"
 
 
-def test_a_wide_wire_that_needs_more_steps_is_given_up():
+def test_a_wide_format_that_needs_more_steps_is_given_up():
     tuner = TauTuner(192, compressions=NARROW_FORMATS)
     receives(tuner, 3, 0.02)
     receives(tuner, SETTLE + 3, 0.2)
@@ -219,7 +219,7 @@ def test_a_wide_wire_that_needs_more_steps_is_given_up():
     assert (tuner.compression, tuner.tau) == ("int8", 1)
 
 
-def test_where_a_wide_wire_cannot_be_fresh_it_is_not_tried_and_a_cap_says_what_is_exposed():
+def test_where_a_wide_format_cannot_be_fresh_it_is_not_tried_and_a_cap_says_what_is_exposed():
     tuner = TauTuner(192, compressions=NARROW_FORMATS)
     receives(tuner, 9, 0.2)
     assert (tuner.compression, tuner.tau) == ("int8", 3)
@@ -228,7 +228,7 @@ def test_where_a_wide_wire_cannot_be_fresh_it_is_not_tried_and_a_cap_says_what_i
     assert capped.decisions[-1].exposed_share == pytest.approx(0.5)
 
 
-def test_the_recommended_settings_choose_the_wire_and_a_given_tau_holds():
+def test_the_recommended_settings_choose_the_format_and_a_given_tau_holds():
     config = replace(CO2Config.recommended(), tau=24)
     co2 = CO2([nn.Parameter(torch.zeros(3))], config)
     assert config.compression == CompressionConfig("auto")
@@ -423,7 +423,7 @@ def shapes(state: dict[str, Any]) -> dict[str, list[torch.Size]]:
     ids=["slow", "fast", "between"],
 )
 @on_ranks(2)
-def test_a_wire_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint(rank, mbit, compression, decided):
+def test_a_format_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint(rank, mbit, compression, decided):
     """16 kB, or 2 kB in int4, by steps of 4 ms: int4 to begin with; float32 where its mean comes within a step, and
     tried where its bytes let expect that. The run goes on from a checkpoint in other objects."""
     core.tau.COST = 1.0

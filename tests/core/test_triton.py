@@ -329,5 +329,5 @@ def compile_the_wire_format(compression: Any, dtype: torch.dtype, constants: dic
 
 
 @pytest.mark.triton
-def test_the_wire_formats_compile_for_both_clusters():
+def test_the_format_formats_compile_for_both_clusters():
     compile_apart("tests.core.test_triton", "compile_the_wire_formats")

@@ -87,7 +87,7 @@ def test_methods_that_average_parameters(rank: int, name: str, means: list[float
 
 
 @on_ranks(3, timeout=120)
-def test_other_methods_and_wires_and_one_that_is_never_well(rank: int):
+def test_other_methods_and_formats_and_one_that_is_never_well(rank: int):
     """Overlap-Local-SGD and narrow wires, with a buffer; and a worker that holds NaN in every round."""
     warnings.simplefilter("ignore")
     for name, config in {
