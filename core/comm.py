@@ -207,7 +207,7 @@ class AsyncAllReduce:
         self._end_mark: Mark = 0.0  # with NCCL, the end of the queued stages
         self._queued: tuple[Mark, Iterator[Stage]] = 0.0, iter(())  # with NCCL, the begin of the stages, and the rest
         self._thread: threading.Thread | None = None
-        self._vote: dist.Work | None = None  # the one that has started
+        self._vote: dist.Work | None = None  # the vote in progress
         self._caller_waits = threading.Event()  # tells the thread that the caller waits, so polling can stop
         self._error: Exception | None = None  # raised by a stage
         self._lock = threading.Lock()  # held while the thread starts a stage

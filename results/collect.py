@@ -179,7 +179,7 @@ def differences(run: Finished, row: Row, metric: Metric, local: bool) -> list[st
 def collect(tables: Mapping[str, Table], folder: Path) -> Iterator[str]:
     """Yields lines of Markdown: each table with the runs under `folder`, then the runs in no table, and why."""
     if not folder.is_dir():
-        raise UserError(f"--collect {folder}: no such folder; name the one that holds the run folders, such as runs/")
+        raise UserError(f"--collect {folder}: no such folder; name the folder with the run folders, such as runs/")
     folders = sorted(path.parent for path in folder.rglob("config.json"))
     if not folders:
         raise UserError(f"--collect {folder}: no run folder in it, at any depth (each has a config.json)")

@@ -69,7 +69,7 @@ FAST = ("nodes, DDP inside",)  # test_nodes.py compares the other two for some s
     "placement", [pytest.param(p, marks=() if p in FAST else pytest.mark.slow) for p in PLACEMENTS]
 )
 def test_every_cell_trains_as_specified_or_is_refused(placement: str):
-    """The refusals are those of results/grid.json, which docs/choosing.md names."""
+    """results/grid.json has the same refusals. docs/choosing.md names them."""
     refusals = {}
     for name, ranks in run_cells(placement, [*SETTINGS]).items():
         refusals[name] = ranks[0].refused
