@@ -220,13 +220,13 @@ def pooled() -> Cells:
     The last column counts the links and targets that differ from 1 after Holm's correction within the row.
     """
     whole = {(task, rate): of_rate(task, rate) for task in LINKS for rate in LINKS[task]}
-    in_parts = {at: select(with_fragments(), task=at[0], rate_mbit=at[1]) for at in TUNED}
+    local, ddp = ({at: beside(*at, TUNED[at][i]) for at in TUNED} for i in (0, 1))
     both = {at: tuned(*at)[::-1] for at in whole}
     lines: Cells = {}
     for name, runs, methods in (
-        ("Local-SGD, tau tuned, over CO2 with fragments", in_parts, {at: (TUNED[at][0], IN_PARTS) for at in TUNED}),
-        ("same, r of 10 and more", in_parts, {at: (TUNED[at][0], IN_PARTS) for at in SLOW}),
-        ("DDP, int4, that overlaps, over CO2 with fragments", in_parts, {at: (TUNED[at][1], IN_PARTS) for at in TUNED}),
+        ("Local-SGD, tau tuned, over CO2 with fragments", local, {at: (TUNED[at][0], IN_PARTS) for at in TUNED}),
+        ("same, r of 10 and more", local, {at: (TUNED[at][0], IN_PARTS) for at in SLOW}),
+        ("DDP, int4, that overlaps, over CO2 with fragments", ddp, {at: (TUNED[at][1], IN_PARTS) for at in TUNED}),
         ("Local-SGD, tau tuned, over CO2", whole, {at: (tuned(*at)[1], "co2_auto") for at in whole}),
         (BOTH_TUNED, whole, both),
         ("same, without text, whose tuning is broken", whole, {at: both[at] for at in both if at[0] != "language"}),
@@ -241,7 +241,7 @@ def pooled() -> Cells:
     return lines
 
 
-def ratio_of_cell(found: tuple[float, float, float]) -> str:
+def ratio_of_cell(found: Sequence[float]) -> str:
     ratio, low, high = found
     return f"{ratio:.2f} ({low:.2f}–{high:.2f})"
 
@@ -253,16 +253,18 @@ def in_fragments() -> dict[tuple[str, float], regimes.Cell]:
 
 def regime_titles() -> str:
     cut = " | fragments: tau, number | against blocking" if in_fragments() else ""
-    return "task, r | blocking tau | hidden tau, delay | against blocking | against DDP that overlaps" + cut
+    return "task, r | blocking tau | hidden tau, delay | against blocking | against an ideal DDP | against ours" + cut
 
 
 @table(regime_titles, "regimes")
 def regime_map() -> Cells:
     """The best hidden run against the best blocking run, by task and r. With rows of fragments, also their best run."""
-    lines, every_cut = Cells(), in_fragments()
+    lines, every_cut, more = Cells(), in_fragments(), fmean(map(waits_more, DDP_LINKS))
     for cell in regimes.cells():
         line = [str(cell.blocking.tau), f"{cell.hidden.tau}, {cell.hidden.delay}"]
-        line += [ratio_of_cell(cell.faster), ratio_of_cell(cell.than_ddp)]
+        ideal = cell.link.step_seconds(regimes.DDP)
+        ours = tuple((ideal + more) / ideal * ratio for ratio in cell.than_ddp)
+        line += map(ratio_of_cell, (cell.faster, cell.than_ddp, ours))
         if cut := every_cut.get((cell.task, cell.link.r)):
             run = cut.hidden
             line += [f"{run.tau}, {run.fragments}", ratio_of_cell(cut.faster)]
@@ -297,17 +299,19 @@ OVERLAPPED = {  # in results/paired/ddp_*.json
     "torch_fp16": "torch's fp16_compress_hook",
     "torch_powersgd_rank4": "torch's PowerSGD, rank 4, one bucket",
 }
+OF_1_MIB = {"ddp:cap=1": "DDP, buckets of 1 MiB", "ddp:compression=int4,cap=1": "DDP, int4, buckets of 1 MiB"}
 ACCUMULATED = {
-    "ddp:accumulate=4,cap=0.25": "DDP, 4 micro-batches",
-    "ddp:compression=int4,cap=0.25,accumulate=4": "DDP, int4, 4 micro-batches",
+    "ddp:accumulate=4,cap=0.25,lr=": "DDP, 4 micro-batches",
+    "ddp:accumulate=4,cap=0.25,compression=int4,lr=": "DDP, int4, 4 micro-batches",
 }
 IN_PARTS, WHOLE = "co2_auto:compression=int4", "co2_auto:compression=int4,fragments=1"
+DILOCO = "diloco:share=0.2,compression=int4"
 TUNED = {  # Local-SGD and DDP beside CO2 with fragments, by task and link
     (task, rate): (f"local:share={share},compression=int4{lr}", f"ddp:compression=int4,cap={cap}{lr}")
     for task, rate, share, cap, lr in (
-        ("language", 10, 0.4, 0.25, ""),
+        ("language", 10, 0.2, 0.25, ""),
         ("language", 40, 0.2, 0.25, ""),
-        ("language", 200, 0.4, 1, ""),
+        ("language", 200, 0.2, 1, ""),
         ("language", 1000, 0.2, 1, ""),
         ("vision", 10, 0.1, 0.25, ""),
         ("vision", 40, 0.1, 0.25, ""),
@@ -317,6 +321,7 @@ TUNED = {  # Local-SGD and DDP beside CO2 with fragments, by task and link
     )
 }
 SLOW = (("language", 10), ("language", 40), ("vision", 10), ("cifar10", 10))  # r of 10 and more
+NODES_RATES = (10, 40, 200)  # Mbit/s
 ON_NODES = "co2_auto:nodes=2,compression=int4"
 BESIDE_NODES = {  # in results/paired/nodes_text.json
     "co2_auto:compression=int4": "CO2, one worker per rank",
@@ -349,32 +354,86 @@ def ddp_steps() -> Cells:
     return by_link("paired/ddp_steps.json", OVERLAPPED, (10, 40, 200, 1000), cell)
 
 
-FAST = (("vision", 200), ("vision", 1000), ("language", 200), ("language", 1000))
+DDP_LINKS = tuple((task, rate) for task in ("vision", "language") for rate in (10, 40, 200, 1000))
 
 
-@table(" | ".join(("method", *(f"{TASK_NAMES[task]}, {rate} Mbit/s" for task, rate in FAST))))
-def ddp_fast() -> Cells:
-    """DDP's seconds to the first target over the seconds of CO2 with fragments, by link."""
-    names = {m: name for m, name in OVERLAPPED.items() if m.startswith("ddp")}
-    names = {**names, "ddp:cap=1": "DDP, buckets of 1 MiB", "ddp:compression=int4,cap=1": "DDP, int4, buckets of 1 MiB"}
-    runs = [select(with_fragments(), task=task, rate_mbit=rate) for task, rate in FAST]
-    return dict(zip(names.values(), bold([[ratio_of(of, m, IN_PARTS) for of in runs] for m in names]), strict=True))
+def beside_ddp(task: str, rate: float) -> list[Row]:
+    """The runs of a task and link that compare DDP's buckets."""
+    file = load("paired/ddp_links.json")["runs"]
+    return select(file if rate < 200 else with_fragments(), task=task, rate_mbit=rate)
 
 
-@table("method | 10 Mbit/s | 40 Mbit/s")
+@table(" | ".join(("method", *(f"{TASK_NAMES[task]}, {rate} Mbit/s" for task, rate in DDP_LINKS))))
 def ddp_seconds() -> Cells:
-    """Digits: DDP's seconds to the first target over CO2's, seed by seed, with the 95 % interval, by link."""
-    runs = load("paired/ddp_digits.json")["runs"]
-    names = {m: name for m, name in (OVERLAPPED | ACCUMULATED).items() if select(runs, method=m)}
-    found = [[ratio_of(select(runs, rate_mbit=rate), m, "co2_auto") for rate in (10, 40)] for m in names]
-    return dict(zip(names.values(), bold(found), strict=True))
+    """DDP's seconds to the first target over the seconds of CO2 with fragments, by link."""
+    runs = [beside_ddp(*at) for at in DDP_LINKS]
+    names = {m: name for m, name in (OVERLAPPED | OF_1_MIB).items() if m.startswith("ddp")}
+    found = {name: [ratio_of(of, m, IN_PARTS) for of in runs] for m, name in names.items()}
+    for start, name in ACCUMULATED.items():  # a task's own learning rate ends the method's name
+        each = [select(load("paired/accumulation.json")["runs"], task=task, rate_mbit=rate) for task, rate in DDP_LINKS]
+        methods = [next((run["method"] for run in of if run["method"].startswith(start)), "") for of in each]
+        found[name] = [ratio_of(of, method, IN_PARTS) for of, method in zip(each, methods, strict=True)]
+    return dict(zip(found, bold([*found.values()]), strict=True))
+
+
+BUCKETS = {
+    f"ddp:compression=int4,cap={cap}": name for cap, name in ((1000, "one bucket"), (0.25, "0.25 MiB"), (1, "1 MiB"))
+}
+
+
+def waits_of_ddp(task: str, rate: float) -> tuple[float, float, list[list[float]]]:
+    """Of DDP over int4, in local steps: an all-reduce on the link, what of it an ideal DDP cannot hide, and the waiting
+    of the runs with each of BUCKETS."""
+    found = [waited(select(beside_ddp(task, rate), method=method)) for method in BUCKETS]
+    link = fmean(a for some in found for a, _ in some)
+    return link, max(0, link - regimes.BACKWARD), [[wait for _, wait in some] for some in found]
+
+
+def waits_more(at: tuple[str, float]) -> float:
+    """The local steps that DDP over int4, with its best buckets, waits more than an ideal DDP."""
+    _, ideal, waits = waits_of_ddp(*at)
+    return min(map(fmean, filter(None, waits))) - ideal
+
+
+@table(" | ".join(("task, link", "all-reduce", "an ideal DDP waits", *BUCKETS.values())))
+def ddp_waits() -> Cells:
+    lines = Cells()
+    for task, rate in DDP_LINKS:
+        link, ideal, waits = waits_of_ddp(task, rate)
+        lines[f"{TASK_NAMES[task]}, {rate} Mbit/s"] = [
+            f"{link:.2f}",
+            f"{ideal:.2f}",
+            *(mean_sd(w, ".2f") for w in waits),
+        ]
+    return lines
+
+
+def waited(runs: Iterable[Row]) -> list[tuple[float, float]]:
+    """For each run the seconds of an all-reduce on the link and of waiting from step 24 on, both per step and in local
+    steps."""
+    found = []
+    for run in runs:
+        first, *_, last = [at for at in run["trajectory"] if at["step"] >= 24]
+        steps = last["step"] - first["step"]
+        took, wait = ((last[key] - first[key]) / steps for key in ("seconds", "exposed_seconds"))
+        found.append((run["link_seconds"] / (took - wait), wait / (took - wait)))
+    return found
+
+
+FRAGMENTED = tuple(f"paired/fragments_{name}.json" for name in ("tuned", "text", "more", "links"))
 
 
 @functools.cache
 def with_fragments() -> list[Row]:
     """The runs of CO2 with fragments and of other methods. Tuning seeds are left out."""
-    runs = [run for name in ("text", "more", "links") for run in load(f"paired/fragments_{name}.json")["runs"]]
-    return [run for run in runs if run["seed"] < TUNING_SEED]
+    return [run for name in FRAGMENTED for run in load(name)["runs"] if run["seed"] < TUNING_SEED]
+
+
+def beside(task: str, rate: float, method: str) -> list[Row]:
+    """The runs of a task and link in the files that have both the method and CO2 with fragments, or else in all."""
+    files = [select(load(name)["runs"], task=task, rate_mbit=rate) for name in FRAGMENTED]
+    both = [runs for runs in files if select(runs, method=method) and select(runs, method=IN_PARTS)]
+    return [run for runs in both or files for run in runs if run["seed"] < TUNING_SEED]
 
 
 def waits(runs: Iterable[Row]) -> str:
@@ -389,17 +448,17 @@ def waits(runs: Iterable[Row]) -> str:
 
 
 @table(
-    "task, link, target | without fragments | Local-SGD (blocking), tau tuned | DDP that overlaps | CO2's seconds "
-    "| CO2 waits, %"
+    "task, link, target | without fragments | Local-SGD (blocking), tau tuned | DDP that overlaps "
+    "| DiLoCo (blocking) | CO2's seconds | CO2 waits, %"
 )
 def fragments() -> Cells:
     """The seconds over the seconds of CO2 with fragments, seed by seed, all over int4, and CO2's own seconds."""
     places = [(at, late) for at in TUNED for late in (False, True)]
     titles, lines, own = list[str](), list[list[Row | None]](), list[list[str]]()
     for (task, rate), late in places:
-        runs = select(with_fragments(), task=task, rate_mbit=rate)
-        lines.append([ratio_of(runs, method, IN_PARTS, late=late) for method in (WHOLE, *TUNED[task, rate])])
-        mine = select(runs, method=IN_PARTS)
+        methods = (WHOLE, *TUNED[task, rate], DILOCO)
+        lines.append([ratio_of(beside(task, rate, method), method, IN_PARTS, late=late) for method in methods])
+        mine = select(with_fragments(), task=task, rate_mbit=rate, method=IN_PARTS)
         own.append([seconds_cell([run["late"] if late else run for run in mine]), "" if late else waits(mine)])
         titles.append(f"{TASK_NAMES[task]}, {rate} Mbit/s, {'late' if late else 'first'}")
     return {title: (*cells, *mine) for title, cells, mine in zip(titles, bold(lines), own, strict=True)}
@@ -408,7 +467,8 @@ def fragments() -> Cells:
 @table("2 workers, text | Local-SGD over CO2, first target | late target | CO2's seconds | a local step of both, s")
 def uncontended() -> Cells:
     """As `fragments`, by link, with workers that do not share cores."""
-    runs, lines = [run for run in load("paired/two_workers.json")["runs"] if run["seed"] < TUNING_SEED], Cells()
+    files = [load(f"paired/two_workers{more}.json")["runs"] for more in ("", "_more")]
+    runs, lines = [run for file in files for run in file if run["seed"] < TUNING_SEED], Cells()
     links = sorted({run["rate_mbit"] for run in runs})
     methods = "local:share=0.2,compression=int4", IN_PARTS
     found = bold([[ratio_of(select(runs, rate_mbit=r), *methods, late=late) for late in (False, True)] for r in links])
@@ -419,19 +479,19 @@ def uncontended() -> Cells:
     return lines
 
 
-@table("method | 10 Mbit/s, first | late | waits, % | 40 Mbit/s, first | late | waits, %")
+@table("method | " + " | ".join(f"{rate} Mbit/s, first | late | waits, %" for rate in NODES_RATES))
 def nodes_text() -> Cells:
     """Text on two nodes of two ranks, by link: seconds over CO2's on nodes, whose seconds are the first line."""
-    runs, rates = load("paired/nodes_text.json")["runs"], (10, 40)
-    places = [(select(runs, rate_mbit=rate), late) for rate in rates for late in (False, True)]
+    runs = [run for more in ("", "_200") for run in load(f"paired/nodes_text{more}.json")["runs"]]
+    places = [(select(runs, rate_mbit=rate), late) for rate in NODES_RATES for late in (False, True)]
     lines = bold([[ratio_of(of, method, ON_NODES, late=late) for of, late in places] for method in BESIDE_NODES])
     own = [select(of, method=ON_NODES) for of, _ in places]
     first = [seconds_cell([r["late"] if late else r for r in of]) for of, (_, late) in zip(own, places, strict=True)]
     named = {ON_NODES: "CO2 on nodes of two, seconds", **BESIDE_NODES}
     made = Cells()
     for (method, name), cells in zip(named.items(), (first, *lines), strict=True):
-        of_link = [waits(select(runs, rate_mbit=rate, method=method)) for rate in rates]
-        made[name] = [*cells[:2], of_link[0], *cells[2:], of_link[1]]
+        of_link = [waits(select(runs, rate_mbit=rate, method=method)) for rate in NODES_RATES]
+        made[name] = [cell for i, wait in enumerate(of_link) for cell in (*cells[2 * i : 2 * i + 2], wait)]
     return made
 
 
