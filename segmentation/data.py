@@ -33,7 +33,7 @@ from training.data.samples import Key, Keyed
 Bytes = NDArray[np.uint8]
 
 CLASSES = ("background", *(f"digit {d}" for d in range(10)))
-SIDE = 48  # of a scene
+SIDE = 48  # pixels of a scene
 TRAIN_SHARE = 0.8  # of the digits, and of each photograph's width, so that training and validation share no pixel
 THRESHOLD = 0.3  # share of full ink above which a pixel belongs to a digit
 OVERLAP = 0.1  # a digit is left out if a larger share of its pixels would cover other digits
