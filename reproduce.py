@@ -6,7 +6,7 @@
     python reproduce.py [TABLE] --status [--local]                 what ran, what is left, GPU hours
     python reproduce.py [TABLE] --collect runs/                    Markdown, from the run folders alone
 
-A finished run is not repeated, unless you add --again. A cell of the paper that is unknown to us is empty; a
+A finished run is not repeated, unless you rename its folder. A cell of the paper that is unknown to us is empty; a
 row without runs: "not run".
 """
 
@@ -78,8 +78,6 @@ class Command:
     """Print the tables with the finished runs in this folder, at any depth."""
     status: bool = False
     """Print what ran and what is left."""
-    again: bool = False
-    """Repeat finished runs. The folder of a finished run gets another name."""
     dry_run: bool = False
     """Print the command lines only."""
 
@@ -120,9 +118,9 @@ def main() -> None:
         if command.local:
             run_local(listed, command)
         elif command.array:
-            submit_arrays(name, unfinished(listed, command), command)
+            submit_arrays(name, unfinished(listed), command)
         else:
-            for job in unfinished(listed, command):
+            for job in unfinished(listed):
                 run_sbatch(job.env, job.command, command.dry_run)
     if command.local and not command.dry_run:
         print("\n".join(keep_stand_ins(tables, ROOT / "runs/local", KEPT)))
@@ -288,17 +286,10 @@ def stand_in(row: Row, workers: int, seed: int, extra: Mapping[str, Any] | None 
     return folder, [*torchrun, "-m", f"{row.task}.train", row.local, *given, "--resume"]
 
 
-def unfinished(jobs: Sequence[Job], command: Command = Command()) -> Iterator[Job]:
-    """The jobs to run: those without a finished folder, or all with --again. Prints the others. With --again, a
-    finished folder is renamed first, to a name that `collect` reads after the new run's."""
+def unfinished(jobs: Sequence[Job]) -> Iterator[Job]:
+    """The jobs to run: those without a finished folder. Prints the others."""
     for job in jobs:
-        folder = ROOT / job.folder
-        finished = isinstance(read_run(folder), Finished)
-        if command.again:
-            if finished and not command.dry_run:
-                folder.rename(f"{folder}-before-{time.strftime('%Y%m%d-%H%M%S')}")
-            yield job
-        elif finished:
+        if isinstance(read_run(ROOT / job.folder), Finished):
             print(f"# finished: {job.folder}", flush=True)
         else:
             yield job
@@ -333,9 +324,9 @@ def run_sbatch(env: Mapping[str, str], command: Sequence[str], dry_run: bool) ->
 
 
 def run_local(jobs: Sequence[Job], command: Command) -> None:
-    """Runs stand-ins, one after the other; a finished one is not repeated without --again."""
+    """Runs stand-ins, one after the other; a finished one is not repeated."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for job in unfinished(jobs, command):
+    for job in unfinished(jobs):
         print(shlex.join(job.command), flush=True)
         if command.dry_run:
             continue

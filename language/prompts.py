@@ -26,7 +26,6 @@ from training.data.samples import eval_share, load_batches, train_keys
 from training.elastic import repeated
 from training.loop.run import Run
 
-SAMPLES, SHOWN = 4, 8  # prompts for TensorBoard, and answers of each
 MOST_ANSWERS = 100  # answers of a classification; each is tried on every held-out prompt
 
 
@@ -183,10 +182,8 @@ def answer_scores(model: nn.Module, prompts: list[Prompt], batch_size: int, devi
 
 @dataclass(frozen=True)
 class PromptTask:
-    """The data of a classification by prompts: train and val in tokens, and the answers' texts."""
+    """The data of a classification by prompts: train and val in tokens."""
 
-    tokenizer: Any
-    answers: list[str]
     train: list[Prompt]
     val: list[Prompt]
 
@@ -195,7 +192,7 @@ class PromptTask:
         """Opens train.jsonl and val.jsonl in the folder. See encode for `limit`."""
         train, val = (read_lines(folder / f"{split}.jsonl") for split in ("train", "val"))
         answers = answers_of(train, recipe.answers, folder / "train.jsonl")
-        return cls(tokenizer, answers, *(encode(lines, answers, tokenizer, limit) for lines in (train, val)))
+        return cls(*(encode(lines, answers, tokenizer, limit) for lines in (train, val)))
 
     @property
     def samples(self) -> int:
@@ -223,22 +220,8 @@ class PromptTask:
             for prompt, found in zip(mine, answer_scores(model, mine, run.eval_batch, run.device), strict=True):
                 right += float((found[:, 0] / found[:, 1]).argmax() == prompt.right)
                 nats, tokens = nats - float(found[prompt.right, 0]), tokens + float(found[prompt.right, 1])
-            if run.rank == 0:
-                run.folder.writer.add_text("sample", self.sample(model, run.device), run.step)
         right, nats, tokens = run.sum(right, nats, tokens)
         name = "val" if len(val) == len(self.val) else "val_part"
         results = {f"{name}_accuracy": right / len(val), f"{name}_loss": nats / tokens, f"{name}_samples": len(val)}
         run.log_evaluation(results)
         return results
-
-    def sample(self, model: nn.Module, device: torch.device) -> str:
-        """Returns Markdown of some prompts with each answer's probability per token, the right answer in bold."""
-        rows = []
-        some = self.val[:SAMPLES]
-        for prompt, found in zip(some, answer_scores(model, some, len(self.answers), device), strict=True):
-            shares = (found[:, 0] / found[:, 1]).exp().tolist()
-            named = [f"{text.strip()} {share:.3f}" for text, share in zip(self.answers, shares, strict=True)]
-            named[prompt.right] = f"**{named[prompt.right]}**"
-            start = " ".join(self.tokenizer.decode(prompt.start).split())
-            rows.append(f"{start} → {', '.join(named[:SHOWN])}")
-        return "\n\n".join(rows)

@@ -33,31 +33,30 @@ from training.data.samples import Key, Keyed
 Bytes = NDArray[np.uint8]
 
 CLASSES = ("background", *(f"digit {d}" for d in range(10)))
+SIDE = 48  # pixels of a scene
 TRAIN_SHARE = 0.8  # of the digits, and of each photograph's width, so that training and validation share no pixel
 THRESHOLD = 0.3  # share of full ink above which a pixel belongs to a digit
 OVERLAP = 0.1  # a digit is left out if a larger share of its pixels would cover other digits
 
 
-def digits_on_photos(split: str, n: int, size: int = 48, seed: int = 0) -> tuple[Bytes, Bytes]:
+def digits_on_photos(split: str, n: int) -> tuple[Bytes, Bytes]:
     """Returns scenes with 1 to 4 digits each on a crop of a photograph, the same for equal arguments.
 
     Args:
         split: "train" or "val". The splits use different digits and different parts of the photographs.
         n: Number of scenes.
-        size: Side of a scene.
-        seed: Seed of the scenes.
 
     Returns:
-        Images, uint8 [n, size, size, 3] RGB, and masks, uint8 [n, size, size], with 0 for background and d + 1 for
+        Images, uint8 [n, SIDE, SIDE, 3] RGB, and masks, uint8 [n, SIDE, SIDE], with 0 for background and d + 1 for
         digit d.
     """
-    rng = np.random.default_rng([seed, split == "train"])
+    rng = np.random.default_rng([0, split == "train"])
     glyphs, labels = _digits(split)
     photos = _photos(split)
-    images = np.empty((n, size, size, 3), np.uint8)
-    masks = np.zeros((n, size, size), np.uint8)
+    images = np.empty((n, SIDE, SIDE, 3), np.uint8)
+    masks = np.zeros((n, SIDE, SIDE), np.uint8)
     for image, mask in zip(images, masks, strict=True):
-        image[:] = _crop(photos[rng.integers(len(photos))], size, rng)
+        image[:] = _crop(photos[rng.integers(len(photos))], rng)
         for i in rng.integers(len(glyphs), size=rng.integers(2, 5)):
             _paste(image, mask, glyphs[i], int(labels[i]) + 1, rng)
     return images, masks
@@ -79,19 +78,18 @@ def _photos(split: str) -> list[Bytes]:
     return [p[:, :cut] if split == "train" else p[:, cut:] for p in photos]
 
 
-def _crop(photo: Bytes, size: int, rng: np.random.Generator) -> Bytes:
+def _crop(photo: Bytes, rng: np.random.Generator) -> Bytes:
     """Returns a random part of the photograph at half its brightness, so that every digit stands out."""
-    top = rng.integers(photo.shape[0] - size + 1)
-    left = rng.integers(photo.shape[1] - size + 1)
-    return photo[top : top + size, left : left + size] // 2
+    top = rng.integers(photo.shape[0] - SIDE + 1)
+    left = rng.integers(photo.shape[1] - SIDE + 1)
+    return photo[top : top + SIDE, left : left + SIDE] // 2
 
 
 def _paste(image: Bytes, mask: Bytes, glyph: NDArray[np.float64], label: int, rng: np.random.Generator) -> None:
     """Draws one digit in its own color, in place, unless it would cover other digits."""
-    size = image.shape[0]
-    side = int(rng.integers(size // 2, 2 * size // 3 + 1))
+    side = int(rng.integers(SIDE // 2, 2 * SIDE // 3 + 1))
     ink = cv2.resize(glyph, (side, side), interpolation=cv2.INTER_CUBIC) > THRESHOLD
-    top, left = rng.integers(size - side + 1, size=2)
+    top, left = rng.integers(SIDE - side + 1, size=2)
     labels = mask[top : top + side, left : left + side]
     if np.count_nonzero(labels[ink]) > OVERLAP * np.count_nonzero(ink):
         return
@@ -298,7 +296,7 @@ class ADE20K(ADE20KDataset):
 # -- the three tasks --------------------------------------------------------------------------------------------
 
 NUM_CLASSES: dict[DataName, int] = {"ade20k": 150, "camvid": 11, "digits": 11}
-CROP: dict[DataName, tuple[int, int]] = {"ade20k": (512, 512), "camvid": (144, 144), "digits": (48, 48)}
+CROP: dict[DataName, tuple[int, int]] = {"ade20k": (512, 512), "camvid": (144, 144), "digits": (SIDE, SIDE)}
 # held-out splits with public labels; the first is evaluated during training, and all at the end
 EVAL_SPLITS: dict[DataName, tuple[Split, ...]] = {"ade20k": ("val",), "camvid": ("val", "test"), "digits": ("val",)}
 EVAL_BATCH: dict[DataName, int] = {"ade20k": 1, "camvid": 8, "digits": 8}  # ADE20K's images differ in size

@@ -15,7 +15,7 @@ case "$task" in
     segmentation) # CO2_DATA holds ade/ADEChallengeData2016/{images,annotations}/
         module=segmentation.train
         recipes="ade20k_resnet50 ade20k_resnet101 ade20k_swin_tiny ade20k_swin_base ade20k_vit_base" ;;
-    pointcloud) # CO2_DATA holds ShapeNetCore.v2.PC15k/SYNSET/SPLIT/*.npy; packed: see docs/tasks.md
+    pointcloud) # CO2_DATA holds ShapeNetCore.v2.PC15k/SYNSET/SPLIT/*.npy
         module=pointcloud.train
         recipes="shapenet_folding shapenet_mlp shapenet_mae shapenet55_mae"
         tau=12 ;;

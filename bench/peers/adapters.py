@@ -154,17 +154,15 @@ def torchft_manager(task: Task) -> tuple[Any, Callable[[], None]]:
     return manager, end
 
 
-def streaming_diloco(task: Task, fragments: int = 2) -> Trainer:
+def streaming_diloco(task: Task) -> Trainer:
     """Streaming DiLoCo (Douillard et al., 2025), with the longest delay that torchft permits.
 
-    Args:
-        task: The model and its optimizer.
-        fragments: Consecutive parts of the model, each synchronized once in tau steps.
+    Each of two consecutive parts of the model is synchronized once in tau steps.
     """
     manager, end = torchft_manager(task)
     from torchft.local_sgd import DiLoCo
 
-    parts, delay = split(task.model, fragments), max(0, task.tau // fragments - 1)
+    parts, delay = split(task.model, 2), max(0, task.tau // 2 - 1)
     outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts]
     context = DiLoCo(manager, parts, task.optimizer, outer, sync_every=task.tau, fragment_sync_delay=delay)
     context.__enter__()

@@ -337,18 +337,6 @@ def test_status_shows_what_ran_and_what_is_left_and_what_is_finished_is_not_subm
     assert [line.split("SEED=")[1][0] for line in lines[1:]] == ["1", "2"], "what was begun goes on"
 
 
-def test_again_repeats_a_finished_run_and_keeps_its_folder(told: Told, sbatch: Any, tmp_path, monkeypatch):
-    sbatch("")
-    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
-    done = finish(tmp_path, "co2", 48, 30.0)
-    began = finish(tmp_path, "co2", 48, 12.0, seed=1, done=False)
-    asked = ("imagenet", "--rows", "resnet50", "--methods", "co2", "--again")
-    assert [line.split("SEED=")[1][0] for line in told(*asked, "--dry-run")] == ["0", "1", "2"] and done.is_dir()
-    assert len(told(*asked)) == 3 and not done.exists() and began.is_dir()
-    (earlier,) = done.parent.glob(f"{done.name}-before-*")
-    assert (earlier / "summary.json").is_file()
-
-
 def test_an_array_has_a_line_for_each_job(told: Told, sbatch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sbatch(f'echo "$JOBS $*" >> {tmp_path}/submitted')
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from core import UserError
+from core import RoundStats, UserError
 from language.finetune_recipes import RECIPES as FINETUNE
 from tests.scripts import Mistakes
 from training.counters import Period, Stopwatch
@@ -36,8 +36,8 @@ from training.data.samples import (
     steps_per_epoch,
     train_keys,
 )
-from training.folder.rounds import trace_rounds
-from training.recipe import parse
+from training.folder.rounds import RoundLog
+from training.recipe import Recipe, parse
 from vision.recipes import RECIPES
 
 # what is not there -> (what opens it, and with what; the folder below that of all data; the recipe that needs no data)
@@ -312,27 +312,26 @@ def test_the_clock_stands_still_in_a_pause_and_goes_on_where_a_run_ended(monkeyp
     assert clock.seconds == 12.0
 
 
-def test_the_trace_covers_the_rounds_asked_for_and_is_written_where_a_run_ends_early(tmp_path: Path):
-    wrote, calls = [], []
-
-    def write(finished: Any) -> None:
-        calls.append(finished.export_chrome_trace(str(tmp_path / "trace.json")))
-
-    trace = trace_rounds(write, cuda=False, first=2)
-    for i in range(6):
+def closed_rounds(folder: Path, count: int) -> list[str]:
+    """What the log of so many rounds notes, with a trace in the folder."""
+    notes: list[str] = []
+    of: Any = SimpleNamespace(path=folder, log=lambda *_: None, note=lambda step, name, text: notes.append(text))
+    log = RoundLog(Recipe(trace=True), of, torch.device("cpu"))
+    method: Any = SimpleNamespace(tau=3, stats=RoundStats(), compression=None)
+    for i in range(count):
         with record_function(f"local step {i}"):
             torch.ones(3).sum()
-        trace.step()
-        wrote.append(len(calls))
-    trace.stop()
-    assert wrote == [0, 0, 0, 1, 1, 1] and len(calls) == 1
-    names = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
-    assert {"local step 2", "local step 3"} <= names and not {"local step 1", "local step 4"} & names
-    trace = trace_rounds(write, cuda=False, first=1, rounds=5)
-    trace.step()
-    assert len(calls) == 1
-    trace.stop()
-    assert len(calls) == 2
+        log.close_round(i, method)
+    log.finish(count)
+    return notes
+
+
+def test_the_trace_covers_two_rounds_and_is_written_where_a_run_ends_early(tmp_path: Path):
+    assert closed_rounds(tmp_path, 1) == ["no trace: the run has closed too few rounds"]
+    for count, traced in ((6, {"local step 2", "local step 3"}), (3, {"local step 2"})):
+        assert closed_rounds(tmp_path, count) == [f"trace in {tmp_path}/trace.json"]
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert {name for event in events if str(name := event.get("name")).startswith("local step")} == traced
 
 
 # -- paths with ~, what is not installed, and numbers that JSON does not have -----------------------------------------

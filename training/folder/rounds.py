@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,11 @@ class RoundLog:
         self._unlogged: list[tuple[int, dict[str, Any]]] = []  # scalars that are being copied from a GPU
         self._step, self._trace, self._traced = 0, None, False
         if recipe.trace and rank() == 0:
-            first = 6 if recipe.co2.tau == "auto" else 2  # by then tau has been chosen
-            self._trace = trace_rounds(self._write_trace, cuda=self._on_gpu, first=first)
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
+            wait = 5 if recipe.co2.tau == "auto" else 1  # rounds, after which tau has been chosen
+            when = schedule(wait=wait, warmup=1, active=2, repeat=1)
+            self._trace = profile(activities=activities, schedule=when, on_trace_ready=self._write_trace)
+            self._trace.start()
 
     def close_round(self, step: int, method: Method) -> None:
         """Call it when a round has closed. On a GPU it reads the round before, so that the host does not wait."""
@@ -129,7 +132,7 @@ class RoundLog:
                 self._folder.note(step, "trace", "no trace: the run has closed too few rounds")
 
     def _write_trace(self, finished: Any) -> None:
-        """Takes the trace from the profiler."""
+        """Writes a trace for https://ui.perfetto.dev, where gloo has its own thread, and NCCL its own stream."""
         self._traced, path = True, self._folder.path / "trace.json"
         finished.export_chrome_trace(str(path))
         self._folder.note(self._step, "trace", f"trace in {path}")
@@ -145,26 +148,3 @@ class RoundLog:
         self._allocation = found
         self._folder.note(step, "lgreco", f"L-GreCo: {found.reason}")
         self._folder.log(step, {"lgreco/bytes": found.bytes, "lgreco/uniform_bytes": found.uniform_bytes})
-
-
-def trace_rounds(write: Callable[[Any], None], *, cuda: bool, first: int, rounds: int = 2) -> Any:
-    """Starts a torch.profiler trace of some rounds, for https://ui.perfetto.dev.
-
-    gloo's all-reduce has its own thread (`gloo:all_reduce`), and NCCL's has its own stream.
-
-    Args:
-        write: Called with the profiler when the trace is complete, or the run ends in it.
-        cuda: Whether to trace a GPU.
-        first: Number of rounds before the trace, 1 or more.
-        rounds: Number of rounds in the trace.
-
-    Returns:
-        The profiler. Call its step() when a round has closed, and stop() at the end.
-    """
-    profiler = profile(
-        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda,
-        schedule=schedule(wait=first - 1, warmup=1, active=rounds, repeat=1),
-        on_trace_ready=write,
-    )
-    profiler.start()
-    return profiler
