@@ -410,7 +410,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             if share is not None or self.is_cut:
                 parts = sent_parts(self.node, self.buckets, places, OWN if i else None, owned=owned)
             if self.is_cut or not is_first:  # else the constructor has made it
-                reducer = self._make_reducer(parts, self.scalars, self.allreduce)
+                reducer = self._make_reducer(parts, self.scalars, self.allreduce.rank, self.allreduce.world_size)
             steps, directions = ([], []) if share is not None else self._outer_steps(places)
             numbers = self._arrived_tau, lag
             fragments.append(Fragment(parts, steps, directions, reducer, self.params[0].device, *numbers))

@@ -513,7 +513,8 @@ class Reducer:
     Args:
         buckets: The buckets or parts of them. The sums replace their values.
         scalars: The numbers in the first bucket. Not used here.
-        allreduce: Runs the stages.
+        rank: This worker's rank. Not used here.
+        world_size: Number of workers.
         owned: Whether each worker gets only the sums of the part of each payload that it owns.
 
     Attributes:
@@ -530,11 +531,12 @@ class Reducer:
         self,
         buckets: Sequence[Bucket | BucketShare],
         scalars: Scalars,  # noqa: ARG002
-        allreduce: AsyncAllReduce,
+        rank: int,  # noqa: ARG002
+        world_size: int,
         *,
         owned: bool = False,
     ):
-        self.buckets, self.owned, self.scale = buckets, owned, 1 / allreduce.world_size
+        self.buckets, self.owned, self.scale = buckets, owned, 1 / world_size
         self.state: dict[str, list[Tensor]] = {}
 
     def become(self, kind: str) -> None:

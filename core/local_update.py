@@ -164,7 +164,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         sync_schedule: SyncSchedule,
         buffers: Iterable[Tensor] = (),
         allreduce: Callable[[torch.device], AsyncAllReduce] = AsyncAllReduce,
-        reducer: Callable[[Sequence[Bucket | BucketShare], Scalars, AsyncAllReduce], Reducer] = Reducer,
+        reducer: Callable[[Sequence[Bucket | BucketShare], Scalars, int, int], Reducer] = Reducer,
         hooks: Sequence[Hook] = (),
         share: Share | None = None,
     ):
@@ -201,7 +201,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         # 0-d views into the first bucket, so the all-reduce sums what is written to them
         self._finished, self._steps, self._weight = (self.scalars[name] for name in OWN_SCALARS)
         sent = self.buckets if share is None else sent_parts(share.node, self.buckets, owned=share.shard)
-        self.reducer = reducer(sent, self.scalars, self.allreduce)
+        self.reducer = reducer(sent, self.scalars, self.allreduce.rank, self.allreduce.world_size)
         self._scale: float | Tensor = self.reducer.scale
         self.state, self.replicated, self.anchors = State(self.buckets), list[Tensor](), list[Tensor]()
         # This worker's buffers at the boundary, because averages that arrive overwrite the live buffers.

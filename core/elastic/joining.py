@@ -74,7 +74,7 @@ class ElasticCO2(CO2):
         make = functools.partial(self._kind, owner=self, members=members, script=self.script)
         args = CommonArgs(buffers=buffers, timeout=timeout, link=link, hooks=hooks)
         built = build_args(c, args, schedule, allreduce=make)
-        built["reducer"] = lambda parts, scalars, _: (
+        built["reducer"] = lambda parts, scalars, *_: (
             ElasticReducer(parts)
             if c.compression.format == "float32"
             else ElasticQuantized(parts, scalars, c.compression)
