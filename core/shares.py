@@ -165,8 +165,10 @@ class Slice:
         self.updates = [
             make_outer_step([g], g, x, own_m, None, d, nesterov=m.config.nesterov) for g, x, own_m, d in at if len(g)
         ]
-        self.held = share.node.locate(m.params, m.buckets, self.g, self.own_g)
-        self.numel = 0  # elements of the whole model in it
+        self.here, self.owned = (share.node.places(m.params, m.buckets, flats) for flats in (self.g, self.own_g))
+        # elements on this rank, where one on n ranks counts 1 / n, and in the whole model
+        self.numel_here = sum((at.stop - at.start) / n for (n, _), where in self.here.items() for _, at in where)
+        self.numel = 0
 
     def lay_out(self, share: Share) -> None:
         """Finds the live elements, again if a storage has moved."""
@@ -251,22 +253,19 @@ class Share:
 
     def cut(self, count: int) -> list[Sequence[slice]]:
         """Cuts the shares into fragments, and returns the places of each in the shares."""
-        at = [self._cuts(b, g, count) for b, g in zip(self.method.buckets, self.g, strict=True)]
+        m, node = self.method, self.node
+        wholes = {id(p): given.numel() for p, given in zip(m.params, m.trained, strict=True)}
+        if node.of_shards and not self.shard:
+            at = [slices_alike([(p.numel(), wholes[id(p)]) for p in b.params], count) for b in m.buckets]
+        else:
+            at = [slices(len(g), count, self.owners * self._unit if self.shard else 1) for g in self.g]
         self._slices = [Slice(self, places) for places in zip(*at, strict=True)]
-        numels = [[s.held.numel for s in self._slices]]
-        numels = numels if self.node.group is None else of_all(numels[0], self.node.group)
+        numels = [[s.numel_here for s in self._slices]]
+        numels = numels if node.group is None else of_all(numels[0], node.group)
         for s, of_ranks in zip(self._slices, zip(*numels, strict=True), strict=True):
             s.numel = round(sum(of_ranks))
         self._layout: list[tuple[int, tuple[int, ...]]] = []
         return [s.places for s in self._slices]
-
-    def _cuts(self, bucket: Bucket, g: Tensor, count: int) -> list[slice]:
-        """Returns the slices of a share."""
-        m = self.method
-        if count > 1 and self.node.of_shards and not self.shard:
-            wholes = {id(p): given.numel() for p, given in zip(m.params, m.trained, strict=True)}
-            return slices_alike([(p.numel(), wholes[id(p)]) for p in bucket.params], count)
-        return slices(len(g), count, self.owners * self._unit if self.shard else 1)
 
     @property
     def now(self) -> Slice:
@@ -360,7 +359,7 @@ class Share:
         node, buckets = self.node, self.method.buckets
         copy(self.g, self.x)
         if not node.of_shards:
-            run(node.gather(node.shares(buckets), self.g, self.now.held))
+            run(node.gather(node.shares(buckets), self.g, self.now.here))
 
     @torch.no_grad()
     def end(self) -> None:
@@ -401,7 +400,7 @@ class Share:
                 self._differences()
             self._copied = False
         # the node is judged as one worker, because its ranks shared their gradients
-        judge, square = m.hook(Judge), self._square(s.g, s.held.here).view(1)
+        judge, square = m.hook(Judge), self._square(s.g, s.here).view(1)
         if not m.fragment_index:  # buffers travel with the first fragment
             square = torch.where(judge.bad_buffer() > 0, float("nan"), square)
         yield from node.sum([square])
@@ -415,7 +414,7 @@ class Share:
                 yield from gather_parts(g.view(self.owners, -1), m.allreduce.group)
         rows = [shares[:, place] for shares, place in zip(node.shares(m.buckets), s.places, strict=True)]
         if node.of_shards:
-            yield from node.gather(rows, s.g, s.held)  # only what several ranks hold
+            yield from node.gather(rows, s.g, s.here)  # only what several ranks hold
         if not m.in_paper_order and (node.of_shards or self.shard):
             copy(s.x, s.g)
         # In finish(), and after an exclusion, the parameters become x itself.
@@ -426,7 +425,7 @@ class Share:
             for part, start in zip(*(f.split(outer.segment_size(g)) for f in (g, snapshot)), strict=True):
                 part.copy_(torch.where(whole, part, part - start))
         if not node.of_shards:
-            yield from node.gather(rows, s.g, s.held)
+            yield from node.gather(rows, s.g, s.here)
 
     def _mean_over_node(self) -> Iterator[Stage]:
         """Averages buffers and scalars over the node's ranks, so that a node counts as one worker.
@@ -452,13 +451,13 @@ class Share:
             for g in own:
                 g.mul_(scale.to(g))
             scale = torch.ones_like(scale)
-        sent = self._square(own, s.held.owned)
+        sent = self._square(own, s.owned)
         for x, following, g, b in zip(s.own_x, self.next_x, own, m.buckets, strict=False):
             # each worker has sent x_{t+1,0} - p, and its local steps began at x_{t,0}, both as p's dtype holds them
             begun, taken = (values.to(b.dtype).to(x.dtype) for values in (x, following))
             g.add_((weight > 0).to(g) * (begun - taken))
             x.copy_(following)
-        squares = self._square(own, s.held.owned) if self.next_x else sent
+        squares = self._square(own, s.owned) if self.next_x else sent
         sums = torch.stack([squares, numbers[M_SQUARES], numbers[STEP_SQUARES], sent])
         yield from self.node.sum([sums])
         if self.shard and m.allreduce.group is not None:
@@ -480,7 +479,7 @@ class Share:
         for g, step in zip(own, s.directions or s.m, strict=True) if m.in_paper_order else ():
             g.sub_(rule.alpha.to(step) * step) if isinstance(rule.alpha, Tensor) else g.sub_(step, alpha=rule.alpha)
         numbers[ALPHA].copy_(alpha)  # in place, because another stream reads it
-        m_squares = total[0] - self.node.surplus(s.m, s.held.owned)
+        m_squares = total[0] - self.node.surplus(s.m, s.owned)
         self._count(s, numbers, torch.where(moved, m_squares, numbers[M_SQUARES]))
         count = max(1, sum(map(len, s.m)))
         self.stats = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / count}
@@ -493,11 +492,11 @@ class Share:
         """Sets a fragment's sums of squares, of its momentum and its last step."""
         numbers[M_SQUARES].copy_(m_squares)
         if s.directions:
-            m_squares = self._square(s.directions, s.held.owned)
+            m_squares = self._square(s.directions, s.owned)
         numbers[STEP_SQUARES].copy_(m_squares)
 
     def _square(self, flats: Sequence[Tensor], where: Mapping[Holding, Where]) -> Tensor:
-        """Returns this rank's part of the node's sum of squares, 0-d float64. `where` is of these flats, see Held."""
+        """Returns this rank's part of the node's sum of squares, 0-d float64. `where` are their Node.places."""
         return outer.norm(flats).double().square() - self.node.surplus(flats, where)
 
     @torch.no_grad()
@@ -509,7 +508,7 @@ class Share:
         """
         method = self.method
         for i, s in enumerate(self._slices):
-            self._count(s, method.fragments[i].numbers, self._square(s.m, s.held.owned))
+            self._count(s, method.fragments[i].numbers, self._square(s.m, s.owned))
         self._merges_all = bool(self.snapshots) and method.allreduce.in_flight
         if self._merges_all and self.numbers[WHOLE] > 0:  # every parameter becomes x
             self._fill()
