@@ -31,6 +31,7 @@ from .buckets import (
     keep_unchanged,
     local_shard,
     make_buckets,
+    pinned,
     rescale,
     tensors_of,
     unique,
@@ -192,8 +193,9 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         for hook in self.hooks:
             sizes |= {name: n * self.allreduce.places for name, n in hook.per_worker_scalars.items()}
         self.scalars = Scalars(sizes)
-        made = self.params, self._buffers, self.scalars.numel
-        self.buckets = make_buckets(*made) if share is None else share.make_buckets(*made, self.allreduce.world_size)
+        parts = 1 if share is None else share.parts(self.allreduce.world_size)
+        zeros = pinned if on_host else None
+        self.buckets = make_buckets(self.params, self._buffers, self.scalars.numel, parts, zeros)
         numbered = {id(b): pair for b, pair in zip(self._buffers, averaged.items(), strict=True)}
         self.numbered_buffers = [numbered[id(b)] for bucket in self.buckets for b in bucket.given]
         self.sent_payloads = [b.payload for b in self.buckets]  # of the next all-reduce at a boundary

@@ -207,8 +207,7 @@ class Node:
 
         If ranks hold different parts of the model, a rank only gets what several ranks hold, from the first of them.
         Their own sums may differ in the last bit, because the order of a sum depends on the position of its terms.
-        `shares` are the slices of all ranks' shares, [parts, n] each. `flats` are this rank's rows, and `where` has their
-        `places`.
+        `shares` are slices of all ranks' shares, [parts, n] each, `flats` this rank's rows, and `where` their `places`.
         """
         if self.group is None:
             return

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
 
 from . import outer
-from .buckets import Bucket, BucketShare, copy, elements, has_triton, make_buckets, on_device, pinned, views, wipe
+from .buckets import Bucket, BucketShare, copy, elements, has_triton, on_device, pinned, views, wipe
 from .comm import BACKGROUND, OtherWork, Reducer, Stage, gather_parts, run, sum_flats
 from .groups import Holding, of_all
 from .hooks import HookedMethod, Judge
@@ -65,12 +65,15 @@ UNIT = 128  # elements: large fragments begin at its multiples, so that blocks o
 
 @dataclass
 class Fragment:
-    """A slice of each payload.
+    """A slice of each payload, or on a node of this rank's share of each (Slice).
+
+    Lists have one entry per bucket. Slices are 1-d, float64 for float64 parameters, otherwise float32.
 
     Attributes:
         parts: The parts of the buckets that the all-reduce sends.
-        outer_steps: Steps 3 to 7 on the slices.
-        directions: The slices of the last step under Nesterov momentum with a gap.
+        payloads: Their slices of the payloads. They have `numel` elements together.
+        outer_steps: Steps 3 to 7 on the slices. Empty on a node, and none for an empty slice.
+        directions: The slices of the last step under Nesterov momentum with a gap, otherwise empty.
         reducer: Reduces the parts.
         device: The parameters' device.
         arrived_tau: tau of the round whose average arrived last.
@@ -151,31 +154,42 @@ class SharedMethod(HookedMethod):
 
 
 class Slice:
-    """A fragment of a share: the slices `places` of each of its flat tensors, one per bucket."""
+    """A fragment of a share: the slices `places` of its flat tensors, as lists with one 1-d tensor per bucket.
+
+    Their dtype is float64 for float64 parameters, otherwise float32. A slice has n elements, of which this rank owns
+    k: all, or with `shard` one of as many equal parts as there are workers.
+
+    Attributes:
+        g, snapshots: Slices of the payload and the snapshot, [n].
+        x: Slice of x_{t,0}: [n], or [k] with `shard` in the paper's order.
+        own_g, own_x, m, directions: g, x, the momentum and the last direction of what this rank owns, [k].
+        updates: Steps 4 to 7. Their parameters are own_g, where they leave x_{t+1,0}.
+        here, owned: Node.places of g and of own_g.
+        numel_here, numel: Elements on this rank, where one on several ranks counts in part, and of the whole model.
+        takes: Step 3.
+        own, others: (live elements, the same of the payload), in a parameter's shape, of this rank's share and of the
+            other ranks' shares.
+        copies: With offload, copies of the live elements in `own`, in host memory.
+    """
 
     def __init__(self, share: Share, places: Sequence[slice]):
         m, owners = share.method, share.owners
         self.places, owned = places, [slice(place.start // owners, place.stop // owners) for place in places]
         self.g, self.x, self.snapshots = (parts_at(flats, places) for flats in (share.g, share.x, share.snapshots))
-        # own_g, own_x, m and directions belong to the elements that this rank owns
         self.m, self.directions = (parts_at(flats, owned) for flats in (share.m, share.directions))
         self.own_g, self.own_x = share.owned(self.g), self.x if share.next_x else share.owned(self.x)
         at = zip(self.own_g, self.own_x, self.m, self.directions or [None] * len(places), strict=True)
-        # steps 4 to 7: their parameters are g, where they leave x_{t+1,0}
         self.updates = [
             make_outer_step([g], g, x, own_m, None, d, nesterov=m.config.nesterov) for g, x, own_m, d in at if len(g)
         ]
         self.here, self.owned = (share.node.places(m.params, m.buckets, flats) for flats in (self.g, self.own_g))
-        # elements on this rank, where one on n ranks counts 1 / n, and in the whole model
         self.numel_here = sum((at.stop - at.start) / n for (n, _), where in self.here.items() for _, at in where)
-        self.numel = 0
+        self.numel = 0  # until all ranks have told theirs
 
     def lay_out(self, share: Share) -> None:
         """Finds the live elements, again if a storage has moved."""
-        self.takes = list[OuterStep]()  # step 3
-        # all ranks' live elements, and the same of the payload: first of this rank, then of the others
+        self.takes, self.copies = list[OuterStep](), list[Tensor]()
         self.own, self.others = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
-        self.copies = list[Tensor]()  # with offload, of this rank's live elements
         for i, (b, place) in enumerate(zip(share.method.buckets, self.places, strict=True)):
             for row in range(share.node.parts):
                 start = row * len(share.g[i]) + place.start
@@ -219,12 +233,9 @@ class Share:
 
     # -- made with the method ------------------------------------------------------------------------------------------
 
-    def make_buckets(
-        self, params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, workers: int
-    ) -> list[Bucket]:
-        """Makes buckets whose payloads can be cut into equal shares, on the host with `offload`."""
-        parts = self.node.parts * (workers * self._unit if self.shard else 1)
-        return make_buckets(params, buffers, scalars, parts, pinned if self.offload else None)
+    def parts(self, workers: int) -> int:
+        """Returns the number of equal parts into which each payload must be cut."""
+        return self.node.parts * (workers * self._unit if self.shard else 1)
 
     def owned(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Returns what this rank owns of flat tensors as long as its shares."""
@@ -241,7 +252,6 @@ class Share:
         own, new = self.owned(self.g), method.state.new
         lone = self.shard and method.in_paper_order  # then no worker holds the whole x between two boundaries
         self.x = new("outer_iterate", like=own if lone else self.g)
-        self._own_x = self.x if lone else self.owned(self.x)
         # x_{t+1,0} of what this rank owns, while g holds it no more
         self.next_x = new("next_outer_iterate", like=own) if lone else []
         self.m = new("outer_momentum", like=own)
@@ -291,7 +301,7 @@ class Share:
         for bucket in self.method.buckets:
             bucket.flatten(bucket.payload)
         copy(self.x, self.owned(self.g) if self.next_x else self.g)
-        copy(self.next_x, self._own_x)
+        copy(self.next_x, self.x)
         self.numbers[WHOLE] = 1.0
 
     # -- on the main thread --------------------------------------------------------------------------------------------
@@ -323,7 +333,7 @@ class Share:
             for g in self.now.g if self._idle else ():
                 g.zero_()  # p + D may have been rounded
             return
-        copy(self.next_x, self.owned(self.g) if self.next_x else [])
+        copy(self.next_x, self.owned(self.g))
         for taken in self.now.takes:
             taken.locate()
         for s in (s for taken in self.now.takes for s in taken.segments):
