@@ -58,6 +58,13 @@ class Link(Protocol):
         ...
 
 
+class Failures(Protocol):
+    """Finds which ranks have failed. See guards/failure.py."""
+
+    def register(self, group: dist.ProcessGroup) -> None: ...  # learns the group's members
+    def describe_failed(self, members: Sequence[int]) -> str: ...  # names the failed ranks among them
+
+
 Stage = tuple[Sequence[Pending], int]  # pending collectives, and the bytes that this worker sends for them
 BACKGROUND: Stage = ([], 0)  # no work: the code after this `yield` runs in the background, not in launch()
 PAUSE: Stage = ((), 0)  # the next stage needs something that the caller has yet to give: see AsyncAllReduce.resume
@@ -143,8 +150,7 @@ class AsyncAllReduce:
         overlap: Whether the caller computes during an all-reduce.
         link: Delays every step until its bytes would have crossed this link. Not over NCCL, whose waits do not block
             the host.
-        failures: Module whose `register` learns the group's members, and whose `describe_failed` names the failed
-            ranks.
+        failures: Finds which ranks have failed.
 
     Attributes:
         launches: All-reduces started by all objects of this process.
@@ -182,7 +188,7 @@ class AsyncAllReduce:
         backend: str | None = None,
         overlap: bool = True,
         link: Link | None = None,
-        failures: Any = None,
+        failures: Failures | None = None,
     ):
         self.device, self.timeout, self._overlap = device, timeout, overlap
         self._failures, self.of_workers = failures, group
