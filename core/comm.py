@@ -170,6 +170,7 @@ class AsyncAllReduce:
         generation: Rises whenever workers have left or joined.
         timed_groups: Groups whose timeout follows the intervals between launches.
         of_workers: The group that was given, which no all-reduce uses. None means all processes.
+        by_nccl: Whether NCCL moves the tensors.
         label: Name of the last all-reduce in errors. Its owner may set it, because a round may have several.
     """
 
@@ -206,10 +207,10 @@ class AsyncAllReduce:
         self.seconds: Seconds = 0.0
         self.exposed: Seconds = 0.0
         self.in_flight = False
-        self._by_nccl = self.group is not None and moved_by_nccl(self.group, device)
-        self._link = link if not self._by_nccl else None
+        self.by_nccl = self.group is not None and moved_by_nccl(self.group, device)
+        self._link = link if not self.by_nccl else None
         # Its kernels are small and peers wait for them, hence the high priority.
-        self._side = torch.cuda.Stream(device, priority=-1) if self._by_nccl or device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device, priority=-1) if self.by_nccl or device.type == "cuda" else None
         self._end_mark: Mark = 0.0  # with NCCL, the end of the queued stages
         self._queued: tuple[Mark, Iterator[Stage]] = 0.0, iter(())  # with NCCL, the begin of the stages, and the rest
         self._thread: threading.Thread | None = None
@@ -228,17 +229,8 @@ class AsyncAllReduce:
         if self.group is not None:
             compare(settings, tensors, self.group)
             broadcast(tensors, self.group, self.device)
-            if self._by_nccl:
+            if self.by_nccl:
                 connect(self.group, self.device, sum(t.numel() * t.element_size() for t in tensors))
-
-    def rehearse(self, stages: Iterator[Stage]) -> bool:
-        """Runs an all-reduce before training if NCCL moves the tensors, and returns whether it did.
-
-        The first one connects peers and loads kernels. Both can make the host wait for a late peer.
-        """
-        if self._by_nccl:
-            run(stages)
-        return self._by_nccl
 
     def check_alive(self) -> None:
         """Raises CollectiveError again if an all-reduce has failed."""
@@ -377,7 +369,7 @@ class AsyncAllReduce:
         if not left:
             return
         self.failed, self.in_flight = self.failed or LEFT, False
-        for group in left if self._by_nccl else []:
+        for group in left if self.by_nccl else []:
             group.abort()  # otherwise its kernels wait for the peers
         thread, self._thread = self._thread, None
         drop_groups(left, thread)
@@ -388,10 +380,10 @@ class AsyncAllReduce:
         if self._side is not None:  # the stages follow the work queued so far, and overlap with later work
             self._side.wait_stream(torch.cuda.current_stream(self.device))
         with self._on_side_stream():
-            if self._by_nccl:
+            if self.by_nccl:
                 self._queued = mark(self.device), stages
             began = time.perf_counter()
-            stage = None if self._by_nccl else self._next(stages)
+            stage = None if self.by_nccl else self._next(stages)
         self.resume()
         if stage is not None:
             self._thread = threading.Thread(target=self._run_stages, args=(began, stage, stages), daemon=True)
@@ -399,7 +391,7 @@ class AsyncAllReduce:
 
     def resume(self) -> None:
         """Queues the stages up to the next PAUSE with NCCL. With gloo, the thread waits inside a stage."""
-        if not self._by_nccl:
+        if not self.by_nccl:
             return
         began, stages = self._queued
         with self._on_side_stream():
@@ -492,7 +484,7 @@ class AsyncAllReduce:
         assert self.group is not None
         ranks, only_group = dist.get_process_group_ranks(self.group), len(self.timed_groups) == 1
         group, self.group, self.timed_groups = self.group, None, self.timed_groups[1:]
-        if self._by_nccl:
+        if self.by_nccl:
             group.abort()  # otherwise its kernels wait for the peers, and destroying it waits for the kernels
         dist.destroy_process_group(group)
         del group

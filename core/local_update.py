@@ -36,7 +36,7 @@ from .buckets import (
     tensors_of,
     unique,
 )
-from .comm import AsyncAllReduce, Reducer, Stage, send_first
+from .comm import AsyncAllReduce, Reducer, Stage, run, send_first
 from .errors import UserError
 from .hooks import GUARDS, Hook, ReductionInfo
 from .nodes import Node
@@ -350,8 +350,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     def _mid_round(self) -> None:  # noqa: B027
         """A local step has ended no round, and an all-reduce is in flight, or the next fragment's may be due."""
 
-    def _restart_from_anchor(self, where: Tensor | None = None) -> None:  # noqa: B027
-        """Resets this worker to the outer iterate if the 0-d bool `where` is True, or None. No wait for a GPU."""
+    def _restart_from_anchor(self, where: Tensor) -> None:  # noqa: B027
+        """Resets this worker to the outer iterate if the 0-d bool `where` is True. No wait for a GPU."""
 
     def _begin_round(self) -> None:
         """A round begins, whose number is `rounds`. A method may change its settings."""
@@ -547,7 +547,11 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
 
     @torch.no_grad()
     def _rehearse(self) -> None:
-        """Runs an empty round's all-reduce over NCCL, which changes nothing but the flat tensors."""
-        if self.allreduce.rehearse(self.stages()):
+        """Runs an empty round's all-reduce if NCCL moves the tensors, which changes nothing but the flat tensors.
+
+        The first all-reduce connects peers and loads kernels. Both can make the host wait for a late peer.
+        """
+        if self.allreduce.by_nccl:
+            run(self.stages())
             for tensor in (t for tensors in self._residual().values() for t in tensors):  # a run starts with zeros
                 tensor.zero_()

@@ -320,7 +320,7 @@ class Share:
         with self.own_stream():
             copy(self.now.copies, [p for p, _ in self.now.own], queued=True)
             if self.method.in_paper_order:
-                self._take_payload()
+                copy(*self._pairs(), queued=True)  # p <- payload
 
     def _differences(self) -> None:
         """g <- x - p, and in the paper's order x <- g and p <- g before, in segments that fit a cache.
@@ -353,10 +353,6 @@ class Share:
         pairs = [pair for s in merged for pair in s.own + s.others]
         return [p for p, _ in pairs], [x for _, x in pairs]
 
-    def _take_payload(self) -> None:
-        """p <- payload."""
-        copy(*self._pairs(), queued=True)
-
     @torch.no_grad()
     def restart(self) -> None:
         """p <- x, in all fragments. Nothing is in flight, and the ranks of the node wait for each other."""
@@ -374,7 +370,7 @@ class Share:
     @torch.no_grad()
     def end(self) -> None:
         """The parameters become x_{t+1,0} at the end of finish(). The payload holds it, and nothing is stale."""
-        self._take_payload()
+        copy(*self._pairs(), queued=True)
         self.numbers[ALPHA].zero_()
         if self.method.in_paper_order:
             copy(self.x, self.owned(self.g) if self.next_x else self.g)
@@ -384,7 +380,7 @@ class Share:
         """The merge on arrival: p <- p + D for keep_local, otherwise p <- payload. One pass, without a wait."""
         whole = self.numbers[WHOLE] > 0
         if not self.snapshots or (not read_blocks(whole) and whole):
-            return self._take_payload()
+            return copy(*self._pairs(), queued=True)
         params, changes = self._pairs()
         if read_blocks(whole):  # a GPU is not read: there p <- 0 + x
             wipe(params, whole)
