@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,11 +13,11 @@ from ..buckets import Scalars
 from ..comm import Reducer
 from ..errors import UserError
 from ..groups import backend_for
-from .formats import BLOCK, BLOCK_BYTES, NarrowFormat, UniformFormat
+from .formats import BLOCK, BLOCK_BYTES, UNIFORM_FORMATS, NarrowFormat, UniformFormat
 from .lgreco.choices import LGrecoConfig, parse
 
 Format = UniformFormat | Literal["lgreco", "auto"]
-FORMATS: tuple[str, ...] = (*get_args(UniformFormat), "lgreco", "auto")
+FORMATS: tuple[str, ...] = (*UNIFORM_FORMATS, "lgreco", "auto")
 
 
 @dataclass(frozen=True)
