@@ -248,7 +248,7 @@ class Inputs(Protocol):
 
 
 class Guards:
-    """What core/guards registers when `core` is imported, because the root imports no guard."""
+    """The guards that the root calls. It imports none of them: core/guards registers itself when `core` is imported."""
 
     make_hooks: Callable[[float | None, Sequence[Hook], Mapping[str, Any]], list[Hook]]  # of every method
     failure: Failures
