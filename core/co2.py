@@ -200,7 +200,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         # The parameters may differ from x by a rounding of keep_local. That is no progress, so it must not be sent.
         idle = finished and not self.local_steps
         if idle and self.share is None:
-            self._restart(of=self._now)
+            self._restart([self._now])
         if self.in_paper_order:
             return self._close_in_paper_order(finished=finished)
         for fragment in self.fragments:
@@ -302,7 +302,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         if not result.is_empty:
             self._outer_step(takes_difference=False)  # 4 to 7
         if result.is_last:  # nothing is stale any more
-            self._restart(of=self._now)
+            self._restart([self._now])
             self._now.last_alpha = 0.0
         return result
 
@@ -379,14 +379,13 @@ class CO2(LocalUpdateMethod, SharedMethod):
             stats.momentum_norm = fragment.momentum_norm = squares.sqrt()
             stats.gap_mean, stats.gap_max, stats.clipped_share = gaps / numel, largest_gap, clipped / numel
 
-    def _restart_from_anchor(self, where: Tensor | None = None) -> None:
+    def _restart_from_anchor(self, where: Tensor) -> None:
         if self.config.merge != "restart" and self.share is None:  # with restart or in a node, a merge itself does it
-            self._restart(where)
+            self._restart(self.fragments, where)
 
-    def _restart(self, where: Tensor | None = None, *, of: Fragment | None = None) -> None:
-        for fragment in self.fragments if of is None else [of]:
-            for outer_step in fragment.outer_steps:
-                outer_step.restart(where)
+    def _restart(self, fragments: Sequence[Fragment], where: Tensor | None = None) -> None:
+        for outer_step in (step for fragment in fragments for step in fragment.outer_steps):
+            outer_step.restart(where)
 
     # -- fragments in turn: see Fragment -------------------------------------------------------------------
 
@@ -410,7 +409,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             if share is not None or self.is_cut:
                 parts = sent_parts(self.node, self.buckets, places, OWN if i else None, owned=owned)
             if self.is_cut or not is_first:  # else the constructor has made it
-                reducer = self._make_reducer(parts, self.scalars, self.allreduce)
+                reducer = self._make_reducer(parts, self.scalars, self.allreduce.rank, self.allreduce.world_size)
             steps, directions = ([], []) if share is not None else self._outer_steps(places)
             numbers = self._arrived_tau, lag
             fragments.append(Fragment(parts, steps, directions, reducer, self.params[0].device, *numbers))
@@ -440,7 +439,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         fragment, steps = self.fragments[i], self._late
         idle = finished and not steps
         if idle and self.share is None:
-            self._restart(of=fragment)  # p + (x - snapshot) may have been rounded
+            self._restart([fragment])  # p + (x - snapshot) may have been rounded
         self._take(idle=idle)
         fragment.lag = -self.local_steps
         self.reducer.become(self.fragments[0].reducer.kind)

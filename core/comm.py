@@ -58,6 +58,13 @@ class Link(Protocol):
         ...
 
 
+class Failures(Protocol):
+    """Finds which ranks have failed. See guards/failure.py."""
+
+    def register(self, group: dist.ProcessGroup) -> None: ...  # learns the group's members
+    def describe_failed(self, members: Sequence[int]) -> str: ...  # names the failed ranks among them
+
+
 Stage = tuple[Sequence[Pending], int]  # pending collectives, and the bytes that this worker sends for them
 BACKGROUND: Stage = ([], 0)  # no work: the code after this `yield` runs in the background, not in launch()
 PAUSE: Stage = ((), 0)  # the next stage needs something that the caller has yet to give: see AsyncAllReduce.resume
@@ -143,8 +150,7 @@ class AsyncAllReduce:
         overlap: Whether the caller computes during an all-reduce.
         link: Delays every step until its bytes would have crossed this link. Not over NCCL, whose waits do not block
             the host.
-        failures: Module whose `register` learns the group's members, and whose `describe_failed` names the failed
-            ranks.
+        failures: Finds which ranks have failed.
 
     Attributes:
         launches: All-reduces started by all objects of this process.
@@ -164,6 +170,7 @@ class AsyncAllReduce:
         generation: Rises whenever workers have left or joined.
         timed_groups: Groups whose timeout follows the intervals between launches.
         of_workers: The group that was given, which no all-reduce uses. None means all processes.
+        by_nccl: Whether NCCL moves the tensors.
         label: Name of the last all-reduce in errors. Its owner may set it, because a round may have several.
     """
 
@@ -182,7 +189,7 @@ class AsyncAllReduce:
         backend: str | None = None,
         overlap: bool = True,
         link: Link | None = None,
-        failures: Any = None,
+        failures: Failures | None = None,
     ):
         self.device, self.timeout, self._overlap = device, timeout, overlap
         self._failures, self.of_workers = failures, group
@@ -200,10 +207,10 @@ class AsyncAllReduce:
         self.seconds: Seconds = 0.0
         self.exposed: Seconds = 0.0
         self.in_flight = False
-        self._by_nccl = self.group is not None and moved_by_nccl(self.group, device)
-        self._link = link if not self._by_nccl else None
+        self.by_nccl = self.group is not None and moved_by_nccl(self.group, device)
+        self._link = link if not self.by_nccl else None
         # Its kernels are small and peers wait for them, hence the high priority.
-        self._side = torch.cuda.Stream(device, priority=-1) if self._by_nccl or device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device, priority=-1) if self.by_nccl or device.type == "cuda" else None
         self._end_mark: Mark = 0.0  # with NCCL, the end of the queued stages
         self._queued: tuple[Mark, Iterator[Stage]] = 0.0, iter(())  # with NCCL, the begin of the stages, and the rest
         self._thread: threading.Thread | None = None
@@ -222,17 +229,8 @@ class AsyncAllReduce:
         if self.group is not None:
             compare(settings, tensors, self.group)
             broadcast(tensors, self.group, self.device)
-            if self._by_nccl:
+            if self.by_nccl:
                 connect(self.group, self.device, sum(t.numel() * t.element_size() for t in tensors))
-
-    def rehearse(self, stages: Iterator[Stage]) -> bool:
-        """Runs an all-reduce before training if NCCL moves the tensors, and returns whether it did.
-
-        The first one connects peers and loads kernels. Both can make the host wait for a late peer.
-        """
-        if self._by_nccl:
-            run(stages)
-        return self._by_nccl
 
     def check_alive(self) -> None:
         """Raises CollectiveError again if an all-reduce has failed."""
@@ -371,7 +369,7 @@ class AsyncAllReduce:
         if not left:
             return
         self.failed, self.in_flight = self.failed or LEFT, False
-        for group in left if self._by_nccl else []:
+        for group in left if self.by_nccl else []:
             group.abort()  # otherwise its kernels wait for the peers
         thread, self._thread = self._thread, None
         drop_groups(left, thread)
@@ -382,10 +380,10 @@ class AsyncAllReduce:
         if self._side is not None:  # the stages follow the work queued so far, and overlap with later work
             self._side.wait_stream(torch.cuda.current_stream(self.device))
         with self._on_side_stream():
-            if self._by_nccl:
+            if self.by_nccl:
                 self._queued = mark(self.device), stages
             began = time.perf_counter()
-            stage = None if self._by_nccl else self._next(stages)
+            stage = None if self.by_nccl else self._next(stages)
         self.resume()
         if stage is not None:
             self._thread = threading.Thread(target=self._run_stages, args=(began, stage, stages), daemon=True)
@@ -393,7 +391,7 @@ class AsyncAllReduce:
 
     def resume(self) -> None:
         """Queues the stages up to the next PAUSE with NCCL. With gloo, the thread waits inside a stage."""
-        if not self._by_nccl:
+        if not self.by_nccl:
             return
         began, stages = self._queued
         with self._on_side_stream():
@@ -486,7 +484,7 @@ class AsyncAllReduce:
         assert self.group is not None
         ranks, only_group = dist.get_process_group_ranks(self.group), len(self.timed_groups) == 1
         group, self.group, self.timed_groups = self.group, None, self.timed_groups[1:]
-        if self._by_nccl:
+        if self.by_nccl:
             group.abort()  # otherwise its kernels wait for the peers, and destroying it waits for the kernels
         dist.destroy_process_group(group)
         del group
@@ -513,7 +511,8 @@ class Reducer:
     Args:
         buckets: The buckets or parts of them. The sums replace their values.
         scalars: The numbers in the first bucket. Not used here.
-        allreduce: Runs the stages.
+        rank: This worker's rank. Not used here.
+        world_size: Number of workers.
         owned: Whether each worker gets only the sums of the part of each payload that it owns.
 
     Attributes:
@@ -530,11 +529,12 @@ class Reducer:
         self,
         buckets: Sequence[Bucket | BucketShare],
         scalars: Scalars,  # noqa: ARG002
-        allreduce: AsyncAllReduce,
+        rank: int,  # noqa: ARG002
+        world_size: int,
         *,
         owned: bool = False,
     ):
-        self.buckets, self.owned, self.scale = buckets, owned, 1 / allreduce.world_size
+        self.buckets, self.owned, self.scale = buckets, owned, 1 / world_size
         self.state: dict[str, list[Tensor]] = {}
 
     def become(self, kind: str) -> None:

@@ -343,7 +343,7 @@ def build_args(
         "sync_schedule": sync_schedule,
         "buffers": args.get("buffers", ()),
         "allreduce": functools.partial(allreduce or AsyncAllReduce, failures=GUARDS.failure, **options),
-        "reducer": functools.partial(c.compression.make_reducer, owned=owned),
+        "reducer": functools.partial(c.compression.reducer, owned=owned),
         "hooks": GUARDS.make_hooks(c.outlier, choosing, args),
     }
 

@@ -31,11 +31,12 @@ from .buckets import (
     keep_unchanged,
     local_shard,
     make_buckets,
+    pinned,
     rescale,
     tensors_of,
     unique,
 )
-from .comm import AsyncAllReduce, Reducer, Stage, send_first
+from .comm import AsyncAllReduce, Reducer, Stage, run, send_first
 from .errors import UserError
 from .hooks import GUARDS, Hook, ReductionInfo
 from .nodes import Node
@@ -164,7 +165,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         sync_schedule: SyncSchedule,
         buffers: Iterable[Tensor] = (),
         allreduce: Callable[[torch.device], AsyncAllReduce] = AsyncAllReduce,
-        reducer: Callable[[Sequence[Bucket | BucketShare], Scalars, AsyncAllReduce], Reducer] = Reducer,
+        reducer: Callable[[Sequence[Bucket | BucketShare], Scalars, int, int], Reducer] = Reducer,
         hooks: Sequence[Hook] = (),
         share: Share | None = None,
     ):
@@ -192,8 +193,9 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         for hook in self.hooks:
             sizes |= {name: n * self.allreduce.places for name, n in hook.per_worker_scalars.items()}
         self.scalars = Scalars(sizes)
-        made = self.params, self._buffers, self.scalars.numel
-        self.buckets = make_buckets(*made) if share is None else share.make_buckets(*made, self.allreduce.world_size)
+        parts = 1 if share is None else share.parts(self.allreduce.world_size)
+        zeros = pinned if on_host else None
+        self.buckets = make_buckets(self.params, self._buffers, self.scalars.numel, parts, zeros)
         numbered = {id(b): pair for b, pair in zip(self._buffers, averaged.items(), strict=True)}
         self.numbered_buffers = [numbered[id(b)] for bucket in self.buckets for b in bucket.given]
         self.sent_payloads = [b.payload for b in self.buckets]  # of the next all-reduce at a boundary
@@ -201,7 +203,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         # 0-d views into the first bucket, so the all-reduce sums what is written to them
         self._finished, self._steps, self._weight = (self.scalars[name] for name in OWN_SCALARS)
         sent = self.buckets if share is None else sent_parts(share.node, self.buckets, owned=share.shard)
-        self.reducer = reducer(sent, self.scalars, self.allreduce)
+        self.reducer = reducer(sent, self.scalars, self.allreduce.rank, self.allreduce.world_size)
         self._scale: float | Tensor = self.reducer.scale
         self.state, self.replicated, self.anchors = State(self.buckets), list[Tensor](), list[Tensor]()
         # This worker's buffers at the boundary, because averages that arrive overwrite the live buffers.
@@ -348,8 +350,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     def _mid_round(self) -> None:  # noqa: B027
         """A local step has ended no round, and an all-reduce is in flight, or the next fragment's may be due."""
 
-    def _restart_from_anchor(self, where: Tensor | None = None) -> None:  # noqa: B027
-        """Resets this worker to the outer iterate if the 0-d bool `where` is True, or None. No wait for a GPU."""
+    def _restart_from_anchor(self, where: Tensor) -> None:  # noqa: B027
+        """Resets this worker to the outer iterate if the 0-d bool `where` is True. No wait for a GPU."""
 
     def _begin_round(self) -> None:
         """A round begins, whose number is `rounds`. A method may change its settings."""
@@ -545,7 +547,11 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
 
     @torch.no_grad()
     def _rehearse(self) -> None:
-        """Runs an empty round's all-reduce over NCCL, which changes nothing but the flat tensors."""
-        if self.allreduce.rehearse(self.stages()):
+        """Runs an empty round's all-reduce if NCCL moves the tensors, which changes nothing but the flat tensors.
+
+        The first all-reduce connects peers and loads kernels. Both can make the host wait for a late peer.
+        """
+        if self.allreduce.by_nccl:
+            run(self.stages())
             for tensor in (t for tensors in self._residual().values() for t in tensors):  # a run starts with zeros
                 tensor.zero_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,14 +46,6 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
 
 
 Where = list[tuple[int, slice]]  # [(index of a flat tensor, slice of it)]
-
-
-class Held(NamedTuple):
-    """The elements of some flat tensors, by the ranks of a node that hold them."""
-
-    numel: float  # elements here, where an element on n ranks counts 1 / n
-    here: dict[Holding, Where]  # where they are in this rank's shares
-    owned: dict[Holding, Where]  # where they are in what this rank owns of the shares
 
 
 class Node:
@@ -177,17 +169,23 @@ class Node:
         """
         return [p.detach() for p, (n, _) in zip(trained, self._holdings, strict=True) if n == self.size and p.numel()]
 
-    def locate(
-        self, trained: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence[Tensor], owned: Sequence[Tensor]
-    ) -> Held:
-        """Finds what several ranks hold in `flats`, views of the shares, and in what this rank owns of them.
+    def places(
+        self, trained: Sequence[Tensor], buckets: Sequence[Bucket], flats: Sequence[Tensor]
+    ) -> dict[Holding, Where]:
+        """Returns where elements are in `flats`, a view of each bucket's flat tensor, by the ranks that hold them.
 
         `trained`: see on_all_ranks. Each element of DDP's payload is in one share only.
         """
         of_each = {id(t): h if self.of_shards else (1, ()) for t, h in zip(trained, self._holdings, strict=True)}
-        here = _places(buckets, flats, of_each)
-        numel = sum((place.stop - place.start) / n for (n, _), places in here.items() for _, place in places)
-        return Held(numel, here, _places(buckets, owned, of_each))
+        found: dict[Holding, Where] = {}
+        for i, (bucket, flat) in enumerate(zip(buckets, flats, strict=True)):
+            end, first = 0, int(flat.storage_offset())
+            for key, together in groupby(bucket.params, lambda p: of_each[id(p)]):
+                start, end = end, end + sum(p.numel() for p in together)
+                place = slice(max(start - first, 0), min(end - first, len(flat)))
+                if place.start < place.stop:
+                    found.setdefault(key, []).append((i, place))
+        return found
 
     def shares(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Returns each payload as the shares of all ranks, [parts, n], with padding."""
@@ -202,18 +200,20 @@ class Node:
         if self.group is not None:
             yield sum_flats(tensors, self.group)
 
-    def gather(self, shares: Sequence[Tensor], flats: Sequence[Tensor], held: Held) -> Iterator[Stage]:
+    def gather(
+        self, shares: Sequence[Tensor], flats: Sequence[Tensor], where: Mapping[Holding, Where]
+    ) -> Iterator[Stage]:
         """Collects slices of the payload on every rank of the inner group.
 
         If ranks hold different parts of the model, a rank only gets what several ranks hold, from the first of them.
         Their own sums may differ in the last bit, because the order of a sum depends on the position of its terms.
-        `shares` are the slices of all ranks' shares, [parts, n] each, and `flats` this rank's rows.
+        `shares` are slices of all ranks' shares, [parts, n] each, `flats` this rank's rows, and `where` their `places`.
         """
         if self.group is None:
             return
         for rows in (rows for rows in shares if rows.numel() and not self.of_shards):
             yield from gather_parts(rows, self.group)
-        for (_, ranks), places in sorted(held.here.items(), reverse=True):  # in one order on all ranks
+        for (_, ranks), places in sorted(where.items(), reverse=True):  # in one order on all ranks
             for i in sorted({i for i, _ in places}) if len(ranks) > 1 else ():
                 yield from self._from_first(ranks, [flats[i][place] for j, place in places if j == i])
 
@@ -227,22 +227,9 @@ class Node:
     def surplus(self, flats: Sequence[Tensor], where: Mapping[Holding, Where]) -> Tensor | float:
         """Returns what to subtract from the sum of squares of `flats` before the inner group sums it, 0-d float64.
 
-        Elements that n ranks hold then count 1 / n on each of them. `where` is of these flats, see Held.
+        Elements that n ranks hold then count 1 / n on each of them. `where` are the `places` of these flats.
         """
         total: Tensor | float = 0.0
         for n, places in ((n, places) for (n, _), places in where.items() if n > 1):
             total += (1 - 1 / n) * outer.norm([flats[i][place] for i, place in places]).double().square()
         return total
-
-
-def _places(buckets: Sequence[Bucket], parts: Sequence[Tensor], of_each: Mapping[int, Holding]) -> dict[Holding, Where]:
-    """Returns where elements are in `parts`, views of the buckets' flat tensors. `of_each` is by a parameter's id."""
-    found: dict[Holding, Where] = {}
-    for i, (bucket, part) in enumerate(zip(buckets, parts, strict=True)):
-        end, first = 0, int(part.storage_offset())
-        for key, together in groupby(bucket.params, lambda p: of_each[id(p)]):
-            start, end = end, end + sum(p.numel() for p in together)
-            place = slice(max(start - first, 0), min(end - first, len(part)))
-            if place.start < place.stop:
-                found.setdefault(key, []).append((i, place))
-    return found

@@ -26,8 +26,8 @@ from torch import _foreach_sub_ as sub_each  # pyright: ignore[reportPrivateImpo
 from .buckets import copy_where, elements, group_pieces, views
 
 EPS = 1e-12  # keeps Lambda finite if a pseudo-gradient is exactly zero
-# Elements updated at a time. On a CPU their tensors, some 5 MiB in float32, stay in the cache. A GPU needs few kernels,
-# and temporaries of some 64 MiB are cheap there.
+# Elements updated or encoded at a time. On a CPU their tensors, some 5 MiB in float32, stay in the cache. A GPU needs
+# few kernels, and temporaries of some 64 MiB are cheap there.
 SEGMENT, GPU_SEGMENT = 1 << 18, 1 << 24
 
 Merge = Literal["restart", "keep_local"]

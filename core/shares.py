@@ -36,7 +36,7 @@ from torch import Tensor
 from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
 
 from . import outer
-from .buckets import Bucket, BucketShare, copy, elements, has_triton, make_buckets, on_device, pinned, views, wipe
+from .buckets import Bucket, BucketShare, copy, elements, has_triton, on_device, pinned, views, wipe
 from .comm import BACKGROUND, OtherWork, Reducer, Stage, gather_parts, run, sum_flats
 from .groups import Holding, of_all
 from .hooks import HookedMethod, Judge
@@ -65,12 +65,15 @@ UNIT = 128  # elements: large fragments begin at its multiples, so that blocks o
 
 @dataclass
 class Fragment:
-    """A slice of each payload.
+    """A slice of each payload, or on a node of this rank's share of each (Slice).
+
+    Lists have one entry per bucket. Slices are 1-d, float64 for float64 parameters, otherwise float32.
 
     Attributes:
         parts: The parts of the buckets that the all-reduce sends.
-        outer_steps: Steps 3 to 7 on the slices.
-        directions: The slices of the last step under Nesterov momentum with a gap.
+        payloads: Their slices of the payloads. They have `numel` elements together.
+        outer_steps: Steps 3 to 7 on the slices. Empty on a node, and none for an empty slice.
+        directions: The slices of the last step under Nesterov momentum with a gap, otherwise empty.
         reducer: Reduces the parts.
         device: The parameters' device.
         arrived_tau: tau of the round whose average arrived last.
@@ -151,29 +154,42 @@ class SharedMethod(HookedMethod):
 
 
 class Slice:
-    """A fragment of a share: the slices `places` of each of its flat tensors, one per bucket."""
+    """A fragment of a share: the slices `places` of its flat tensors, as lists with one 1-d tensor per bucket.
+
+    Their dtype is float64 for float64 parameters, otherwise float32. A slice has n elements, of which this rank owns
+    k: all, or with `shard` one of as many equal parts as there are workers.
+
+    Attributes:
+        g, snapshots: Slices of the payload and the snapshot, [n].
+        x: Slice of x_{t,0}: [n], or [k] with `shard` in the paper's order.
+        own_g, own_x, m, directions: g, x, the momentum and the last direction of what this rank owns, [k].
+        updates: Steps 4 to 7. Their parameters are own_g, where they leave x_{t+1,0}.
+        here, owned: Node.places of g and of own_g.
+        numel_here, numel: Elements on this rank, where one on several ranks counts in part, and of the whole model.
+        takes: Step 3.
+        own, others: (live elements, the same of the payload), in a parameter's shape, of this rank's share and of the
+            other ranks' shares.
+        copies: With offload, copies of the live elements in `own`, in host memory.
+    """
 
     def __init__(self, share: Share, places: Sequence[slice]):
         m, owners = share.method, share.owners
         self.places, owned = places, [slice(place.start // owners, place.stop // owners) for place in places]
         self.g, self.x, self.snapshots = (parts_at(flats, places) for flats in (share.g, share.x, share.snapshots))
-        # own_g, own_x, m and directions belong to the elements that this rank owns
         self.m, self.directions = (parts_at(flats, owned) for flats in (share.m, share.directions))
         self.own_g, self.own_x = share.owned(self.g), self.x if share.next_x else share.owned(self.x)
         at = zip(self.own_g, self.own_x, self.m, self.directions or [None] * len(places), strict=True)
-        # steps 4 to 7: their parameters are g, where they leave x_{t+1,0}
         self.updates = [
             make_outer_step([g], g, x, own_m, None, d, nesterov=m.config.nesterov) for g, x, own_m, d in at if len(g)
         ]
-        self.held = share.node.locate(m.params, m.buckets, self.g, self.own_g)
-        self.numel = 0  # elements of the whole model in it
+        self.here, self.owned = (share.node.places(m.params, m.buckets, flats) for flats in (self.g, self.own_g))
+        self.numel_here = sum((at.stop - at.start) / n for (n, _), where in self.here.items() for _, at in where)
+        self.numel = 0  # until all ranks have told theirs
 
     def lay_out(self, share: Share) -> None:
         """Finds the live elements, again if a storage has moved."""
-        self.takes = list[OuterStep]()  # step 3
-        # all ranks' live elements, and the same of the payload: first of this rank, then of the others
+        self.takes, self.copies = list[OuterStep](), list[Tensor]()
         self.own, self.others = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
-        self.copies = list[Tensor]()  # with offload, of this rank's live elements
         for i, (b, place) in enumerate(zip(share.method.buckets, self.places, strict=True)):
             for row in range(share.node.parts):
                 start = row * len(share.g[i]) + place.start
@@ -217,12 +233,9 @@ class Share:
 
     # -- made with the method ------------------------------------------------------------------------------------------
 
-    def make_buckets(
-        self, params: Sequence[Tensor], buffers: Sequence[Tensor], scalars: int, workers: int
-    ) -> list[Bucket]:
-        """Makes buckets whose payloads can be cut into equal shares, on the host with `offload`."""
-        parts = self.node.parts * (workers * self._unit if self.shard else 1)
-        return make_buckets(params, buffers, scalars, parts, pinned if self.offload else None)
+    def parts(self, workers: int) -> int:
+        """Returns the number of equal parts into which each payload must be cut."""
+        return self.node.parts * (workers * self._unit if self.shard else 1)
 
     def owned(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Returns what this rank owns of flat tensors as long as its shares."""
@@ -239,7 +252,6 @@ class Share:
         own, new = self.owned(self.g), method.state.new
         lone = self.shard and method.in_paper_order  # then no worker holds the whole x between two boundaries
         self.x = new("outer_iterate", like=own if lone else self.g)
-        self._own_x = self.x if lone else self.owned(self.x)
         # x_{t+1,0} of what this rank owns, while g holds it no more
         self.next_x = new("next_outer_iterate", like=own) if lone else []
         self.m = new("outer_momentum", like=own)
@@ -251,22 +263,19 @@ class Share:
 
     def cut(self, count: int) -> list[Sequence[slice]]:
         """Cuts the shares into fragments, and returns the places of each in the shares."""
-        at = [self._cuts(b, g, count) for b, g in zip(self.method.buckets, self.g, strict=True)]
+        m, node = self.method, self.node
+        wholes = {id(p): given.numel() for p, given in zip(m.params, m.trained, strict=True)}
+        if node.of_shards and not self.shard:
+            at = [slices_alike([(p.numel(), wholes[id(p)]) for p in b.params], count) for b in m.buckets]
+        else:
+            at = [slices(len(g), count, self.owners * self._unit if self.shard else 1) for g in self.g]
         self._slices = [Slice(self, places) for places in zip(*at, strict=True)]
-        numels = [[s.held.numel for s in self._slices]]
-        numels = numels if self.node.group is None else of_all(numels[0], self.node.group)
+        numels = [[s.numel_here for s in self._slices]]
+        numels = numels if node.group is None else of_all(numels[0], node.group)
         for s, of_ranks in zip(self._slices, zip(*numels, strict=True), strict=True):
             s.numel = round(sum(of_ranks))
         self._layout: list[tuple[int, tuple[int, ...]]] = []
         return [s.places for s in self._slices]
-
-    def _cuts(self, bucket: Bucket, g: Tensor, count: int) -> list[slice]:
-        """Returns the slices of a share."""
-        m = self.method
-        if count > 1 and self.node.of_shards and not self.shard:
-            wholes = {id(p): given.numel() for p, given in zip(m.params, m.trained, strict=True)}
-            return slices_alike([(p.numel(), wholes[id(p)]) for p in bucket.params], count)
-        return slices(len(g), count, self.owners * self._unit if self.shard else 1)
 
     @property
     def now(self) -> Slice:
@@ -292,7 +301,7 @@ class Share:
         for bucket in self.method.buckets:
             bucket.flatten(bucket.payload)
         copy(self.x, self.owned(self.g) if self.next_x else self.g)
-        copy(self.next_x, self._own_x)
+        copy(self.next_x, self.x)
         self.numbers[WHOLE] = 1.0
 
     # -- on the main thread --------------------------------------------------------------------------------------------
@@ -311,7 +320,7 @@ class Share:
         with self.own_stream():
             copy(self.now.copies, [p for p, _ in self.now.own], queued=True)
             if self.method.in_paper_order:
-                self._take_payload()
+                copy(*self._pairs(), queued=True)  # p <- payload
 
     def _differences(self) -> None:
         """g <- x - p, and in the paper's order x <- g and p <- g before, in segments that fit a cache.
@@ -324,7 +333,7 @@ class Share:
             for g in self.now.g if self._idle else ():
                 g.zero_()  # p + D may have been rounded
             return
-        copy(self.next_x, self.owned(self.g) if self.next_x else [])
+        copy(self.next_x, self.owned(self.g))
         for taken in self.now.takes:
             taken.locate()
         for s in (s for taken in self.now.takes for s in taken.segments):
@@ -344,10 +353,6 @@ class Share:
         pairs = [pair for s in merged for pair in s.own + s.others]
         return [p for p, _ in pairs], [x for _, x in pairs]
 
-    def _take_payload(self) -> None:
-        """p <- payload."""
-        copy(*self._pairs(), queued=True)
-
     @torch.no_grad()
     def restart(self) -> None:
         """p <- x, in all fragments. Nothing is in flight, and the ranks of the node wait for each other."""
@@ -360,12 +365,12 @@ class Share:
         node, buckets = self.node, self.method.buckets
         copy(self.g, self.x)
         if not node.of_shards:
-            run(node.gather(node.shares(buckets), self.g, self.now.held))
+            run(node.gather(node.shares(buckets), self.g, self.now.here))
 
     @torch.no_grad()
     def end(self) -> None:
         """The parameters become x_{t+1,0} at the end of finish(). The payload holds it, and nothing is stale."""
-        self._take_payload()
+        copy(*self._pairs(), queued=True)
         self.numbers[ALPHA].zero_()
         if self.method.in_paper_order:
             copy(self.x, self.owned(self.g) if self.next_x else self.g)
@@ -375,7 +380,7 @@ class Share:
         """The merge on arrival: p <- p + D for keep_local, otherwise p <- payload. One pass, without a wait."""
         whole = self.numbers[WHOLE] > 0
         if not self.snapshots or (not read_blocks(whole) and whole):
-            return self._take_payload()
+            return copy(*self._pairs(), queued=True)
         params, changes = self._pairs()
         if read_blocks(whole):  # a GPU is not read: there p <- 0 + x
             wipe(params, whole)
@@ -401,7 +406,7 @@ class Share:
                 self._differences()
             self._copied = False
         # the node is judged as one worker, because its ranks shared their gradients
-        judge, square = m.hook(Judge), self._square(s.g, s.held.here).view(1)
+        judge, square = m.hook(Judge), self._square(s.g, s.here).view(1)
         if not m.fragment_index:  # buffers travel with the first fragment
             square = torch.where(judge.bad_buffer() > 0, float("nan"), square)
         yield from node.sum([square])
@@ -415,7 +420,7 @@ class Share:
                 yield from gather_parts(g.view(self.owners, -1), m.allreduce.group)
         rows = [shares[:, place] for shares, place in zip(node.shares(m.buckets), s.places, strict=True)]
         if node.of_shards:
-            yield from node.gather(rows, s.g, s.held)  # only what several ranks hold
+            yield from node.gather(rows, s.g, s.here)  # only what several ranks hold
         if not m.in_paper_order and (node.of_shards or self.shard):
             copy(s.x, s.g)
         # In finish(), and after an exclusion, the parameters become x itself.
@@ -426,7 +431,7 @@ class Share:
             for part, start in zip(*(f.split(outer.segment_size(g)) for f in (g, snapshot)), strict=True):
                 part.copy_(torch.where(whole, part, part - start))
         if not node.of_shards:
-            yield from node.gather(rows, s.g, s.held)
+            yield from node.gather(rows, s.g, s.here)
 
     def _mean_over_node(self) -> Iterator[Stage]:
         """Averages buffers and scalars over the node's ranks, so that a node counts as one worker.
@@ -452,13 +457,13 @@ class Share:
             for g in own:
                 g.mul_(scale.to(g))
             scale = torch.ones_like(scale)
-        sent = self._square(own, s.held.owned)
+        sent = self._square(own, s.owned)
         for x, following, g, b in zip(s.own_x, self.next_x, own, m.buckets, strict=False):
             # each worker has sent x_{t+1,0} - p, and its local steps began at x_{t,0}, both as p's dtype holds them
             begun, taken = (values.to(b.dtype).to(x.dtype) for values in (x, following))
             g.add_((weight > 0).to(g) * (begun - taken))
             x.copy_(following)
-        squares = self._square(own, s.held.owned) if self.next_x else sent
+        squares = self._square(own, s.owned) if self.next_x else sent
         sums = torch.stack([squares, numbers[M_SQUARES], numbers[STEP_SQUARES], sent])
         yield from self.node.sum([sums])
         if self.shard and m.allreduce.group is not None:
@@ -480,7 +485,7 @@ class Share:
         for g, step in zip(own, s.directions or s.m, strict=True) if m.in_paper_order else ():
             g.sub_(rule.alpha.to(step) * step) if isinstance(rule.alpha, Tensor) else g.sub_(step, alpha=rule.alpha)
         numbers[ALPHA].copy_(alpha)  # in place, because another stream reads it
-        m_squares = total[0] - self.node.surplus(s.m, s.held.owned)
+        m_squares = total[0] - self.node.surplus(s.m, s.owned)
         self._count(s, numbers, torch.where(moved, m_squares, numbers[M_SQUARES]))
         count = max(1, sum(map(len, s.m)))
         self.stats = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / count}
@@ -493,11 +498,11 @@ class Share:
         """Sets a fragment's sums of squares, of its momentum and its last step."""
         numbers[M_SQUARES].copy_(m_squares)
         if s.directions:
-            m_squares = self._square(s.directions, s.held.owned)
+            m_squares = self._square(s.directions, s.owned)
         numbers[STEP_SQUARES].copy_(m_squares)
 
     def _square(self, flats: Sequence[Tensor], where: Mapping[Holding, Where]) -> Tensor:
-        """Returns this rank's part of the node's sum of squares, 0-d float64. `where` is of these flats, see Held."""
+        """Returns this rank's part of the node's sum of squares, 0-d float64. `where` are their Node.places."""
         return outer.norm(flats).double().square() - self.node.surplus(flats, where)
 
     @torch.no_grad()
@@ -509,7 +514,7 @@ class Share:
         """
         method = self.method
         for i, s in enumerate(self._slices):
-            self._count(s, method.fragments[i].numbers, self._square(s.m, s.held.owned))
+            self._count(s, method.fragments[i].numbers, self._square(s.m, s.owned))
         self._merges_all = bool(self.snapshots) and method.allreduce.in_flight
         if self._merges_all and self.numbers[WHOLE] > 0:  # every parameter becomes x
             self._fill()

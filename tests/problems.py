@@ -69,8 +69,7 @@ class Mean:
         self.scalars.attach(self.buckets[0].scalars)
         self.allreduce = AsyncAllReduce(self.buckets[0].flat.device, **options)
         workers = self.allreduce.rank, self.allreduce.world_size
-        self.reducer = reducer(self.buckets, self.scalars, *workers) if reducer else None
-        self.reducer = self.reducer or Reducer(self.buckets, self.scalars, self.allreduce)
+        self.reducer = (reducer or Reducer)(self.buckets, self.scalars, *workers)
         self.done, self.close = self.allreduce.done, self.allreduce.close
 
     def launch(self) -> None:

@@ -38,7 +38,7 @@ from bench.report import (
     stoppable,
 )
 from core.checkpoint.stored import parse_json
-from core.compression.formats import NARROW_FORMATS
+from core.compression.formats import UNIFORM_FORMATS
 from core.errors import UserError
 from training.folder.settings import commit, version
 from training.start.script import launch
@@ -274,7 +274,7 @@ WORDS = {
     "gap": ("elementwise", "norm", "none"),
     "merge": ("restart", "keep_local"),
     "cut": CUTS,
-    "compression": tuple(NARROW_FORMATS),
+    "compression": tuple(UNIFORM_FORMATS),
 }
 
 

@@ -392,7 +392,6 @@ class DDP(Loop):
             self.compression.load_state_dict(state["compression"])
 
     def close(self) -> None:
-        """Leaves the process group."""
         if self.compression is not None:
             self.compression.allreduce.close()
         if self.group is not None:

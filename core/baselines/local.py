@@ -263,10 +263,9 @@ class OverlapLocalSGD(LocalUpdateMethod):
         self._start_allreduce(finished=finished)
         return False
 
-    def _restart_from_anchor(self, where: Tensor | None = None) -> None:
+    def _restart_from_anchor(self, where: Tensor) -> None:
         for bucket, z in zip(self.buckets, self._z, strict=True):
-            anchor = views(z, bucket.params)
-            copy(bucket.params, anchor) if where is None else copy_where(where, bucket.params, anchor)
+            copy_where(where, bucket.params, views(z, bucket.params))
 
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[bool]:

@@ -42,11 +42,9 @@ from .stored import reason
 
 KEEP = 2  # checkpoints; the older one is used if the newer is damaged
 MANIFEST = "manifest.json"
-WRAPPERS = (
-    "module",
-    "_orig_mod",
-    "model",
-)  # names that DistributedDataParallel, torch.compile and other wrappers add to a model's keys
+# names that DistributedDataParallel, torch.compile and other wrappers add to a model's keys
+WRAPPERS = ("module", "_orig_mod", "model")
+DENIED = "though it may be whole: the system answered"  # for a file that exists and cannot be read
 PATIENCE = 5.0  # seconds that a failing run waits for the checkpoint being written
 
 
@@ -247,20 +245,12 @@ def load_newest(
             return state, workers
         refused.append(f"{folder / name} is refused ({problems[0]})")
     if refused:
-        raise UserError(f"{'; '.join(refused)}: {no_other(refused)}")
+        whole = any(DENIED in line for line in refused)
+        remedy = "make it readable and resume" if whole else "restore its files, or start afresh with another folder"
+        raise UserError(f"{'; '.join(refused)}: no other checkpoint is left; {remedy}")
     if rank == 0 and folder.exists():
         _say(rank, f"warning: no complete checkpoint in {folder}: starting from step 0")
     return None
-
-
-DENIED = "though it may be whole: the system answered"  # for a file that exists and cannot be read
-
-
-def no_other(refused: Iterable[str]) -> str:
-    """Returns the end of the message that all checkpoints were refused, with the remedy."""
-    whole = any(DENIED in line for line in refused)
-    remedy = "make it readable and resume" if whole else "restore its files, or start afresh with another folder"
-    return f"no other checkpoint is left; {remedy}"
 
 
 def unlike(theirs: dict[str, Any], mine: dict[str, Any]) -> str:
@@ -358,7 +348,7 @@ def read_manifest(target: Path) -> Any:
     return stored.parse_json(stored.regular(target / MANIFEST).read_text())
 
 
-def _read(target: Path, rank: int, part: str = "", needs: Mapping[str, type] | None = None) -> tuple[Any, int, str]:
+def _read(target: Path, rank: int, part: str, needs: Mapping[str, type]) -> tuple[Any, int, str]:
     """Returns this worker's state, the number of workers that wrote the checkpoint, and what is wrong with it."""
     try:
         manifest = read_manifest(target)
@@ -373,7 +363,7 @@ def _read(target: Path, rank: int, part: str = "", needs: Mapping[str, type] | N
         state = stored.read(target, rank % len(files), files, part)
         if state["step"] != int(target.name.removeprefix("step")):
             return None, 0, f"it holds step {state['step']!r:.20}, unlike its name"
-        if lacks := [key for key, kind in (needs or {}).items() if not isinstance(state.get(key), kind)]:
+        if lacks := [key for key, kind in needs.items() if not isinstance(state.get(key), kind)]:
             return None, 0, f"it holds no {lacks[0]}: resume with what wrote it"
         return state[part] if part else state, len(files), ""
     except FileNotFoundError as error:
@@ -564,13 +554,14 @@ def save(
             'anew; give others={"schedule": scheduler} to save() and load()',
             stacklevel=2,
         )
+    own = {name: o for name, o in (others or {}).items() if hasattr(o, "state_dict") and not isinstance(o, type)}
     whole = {
         "model": model.state_dict(),
         "optimizer": of_optimizer(optimizer, model) if optimizer is not None else {},
         "optimizer_kind": type(optimizer).__name__,
         "method": co2.state_dict(),
         "trained": _trained_names(model, co2),
-        "others": {name: o.state_dict() if _has_state(o) else o for name, o in (others or {}).items()},
+        "others": {**(others or {}), **{name: o.state_dict() for name, o in own.items()}},
         "random": random_state(next(model.parameters()).device),
         "step": step,
     }
@@ -585,21 +576,11 @@ def save(
     if problem := next((problem for _, problem in reported if problem), ""):
         raise UserError(problem)
     rank = dist.get_rank() if group is not None else 0
-    first = first_of_same_place(co2) if light else None
+    across = co2.allreduce.group if isinstance(co2, LocalUpdateMethod) else None
+    first = dist.get_process_group_ranks(across)[0] if across is not None else 0  # of this rank's place in the nodes
     place = Path(folder).expanduser(), rank, len(reported), reported[0][0]
-    saver = Saver(*place, keep=keep, group=group, light=first)
+    saver = Saver(*place, keep=keep, group=group, light=first if light else None)
     return saver.write(step, state, spared=_need_not_be_finite(model, co2))
-
-
-def first_of_same_place(co2: Stateful) -> int:
-    """Returns the rank that has this rank's place in the first node, without nodes 0."""
-    group = co2.allreduce.group if isinstance(co2, LocalUpdateMethod) else None
-    return dist.get_process_group_ranks(group)[0] if group is not None else 0
-
-
-def _has_state(value: Any) -> bool:
-    """Whether a value of `others` is an object with a state. A class is not."""
-    return hasattr(value, "state_dict") and not isinstance(value, type)
 
 
 def _begin(call: str, folder: Any, model: Any, optimizer: Any, co2: Any) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..buckets import Scalars
-from ..comm import AsyncAllReduce, Reducer
+from ..comm import Reducer
 from ..errors import UserError
 from ..groups import backend_for
-from .formats import BLOCK, BLOCK_BYTES, NarrowFormat, UniformFormat
+from .formats import BLOCK, BLOCK_BYTES, UNIFORM_FORMATS, NarrowFormat, UniformFormat
 from .lgreco.choices import LGrecoConfig, parse
 
 Format = UniformFormat | Literal["lgreco", "auto"]
-FORMATS: tuple[str, ...] = (*get_args(UniformFormat), "lgreco", "auto")
+FORMATS: tuple[str, ...] = (*UNIFORM_FORMATS, "lgreco", "auto")
 
 
 @dataclass(frozen=True)
@@ -86,36 +86,22 @@ class CompressionConfig:
         formats = ("int4", "float32") if self.format == "auto" else (self.format,)
         return {compression: BLOCK_BYTES.get(compression, 4 * BLOCK) / BLOCK for compression in formats}
 
-    def make_reducer(
-        self, buckets: Sequence[Any], scalars: Scalars, allreduce: AsyncAllReduce, *, owned: bool = False
+    def reducer(
+        self, buckets: Sequence[Any], scalars: Scalars, rank: int, world_size: int, *, owned: bool = False
     ) -> Reducer:
         """Makes the Reducer of a method's all-reduces, for buckets or their parts.
 
         With `owned`, each worker gets only the average of the part that it owns.
         """
-        plain = Reducer(buckets, scalars, allreduce, owned=owned)
+        given = buckets, scalars, rank, world_size
+        plain = Reducer(*given, owned=owned)
         if self.format == "float32":
             return plain
-        return self.reducer(buckets, scalars, allreduce.rank, allreduce.world_size, owned=owned, plain=plain)
-
-    def reducer(
-        self,
-        buckets: Sequence[Any],
-        scalars: Scalars,
-        rank: int,
-        world_size: int,
-        *,
-        owned: bool = False,
-        plain: Reducer | None = None,
-    ) -> Reducer:
-        """Makes the Reducer of this format, which is not float32. With auto, `plain` sums float32."""
-        workers = rank, world_size
         if self.format == "lgreco":
             from .lgreco.reducer import LGreco
 
-            return LGreco(buckets, scalars, *workers, self.like, self.lgreco)
+            return LGreco(*given, self.like, self.lgreco)
         from .quantized import OwnedQuantized, Quantized
 
         make, first = OwnedQuantized if owned else Quantized, [*self.choices][0 if world_size > 1 else -1]
-        changes = plain if self.format == "auto" else None
-        return make(buckets, scalars, *workers, cast(NarrowFormat, first), plain=changes)
+        return make(*given, cast(NarrowFormat, first), plain=plain if self.format == "auto" else None)

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 UniformFormat = Literal["float32", "bfloat16", "int8", "int4"]
-NarrowFormat = UniformFormat | Literal["int2"]
-NARROW_FORMATS: tuple[UniformFormat, ...] = get_args(UniformFormat)
+NarrowFormat = Literal["bfloat16", "int8", "int4", "int2"]
+UNIFORM_FORMATS: tuple[UniformFormat, ...] = get_args(UniformFormat)
 
 BLOCK = 256  # elements
 INTS: tuple[NarrowFormat, ...] = ("int8", "int4", "int2")

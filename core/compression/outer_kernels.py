@@ -155,7 +155,6 @@ class TritonOuterStep(OuterStep):
         self._values: list[float | Tensor | None] = [None] * 7
 
     def update(self, rule: Rule) -> Tensor:
-        """See OuterStep."""
         self._set_scalars(rule)
         gap, source = NO_GAP, self._scalars  # the kernel does not read source
         if rule.delta_rms is not None:
@@ -175,12 +174,10 @@ class TritonOuterStep(OuterStep):
 
     @torch.no_grad()
     def take(self) -> None:
-        """See OuterStep."""
         self._copy(takes=True, where=None)
 
     @torch.no_grad()
     def restart(self, where: Tensor | None = None) -> None:
-        """See OuterStep."""
         self._copy(takes=False, where=where)
 
     def _copy(self, takes: bool, where: Tensor | None) -> None:

@@ -25,11 +25,10 @@ from torch.nn.functional import pad
 
 from ..buckets import Bucket, BucketShare, Part, Scalars, has_triton
 from ..comm import BACKGROUND, Reducer, Stage, all_gather
+from ..outer import GPU_SEGMENT, SEGMENT
 from . import formats as compressions
 from .formats import BLOCK, BLOCK_BYTES, NarrowFormat
 
-SEGMENT = 1 << 18  # elements that are encoded at once, so that the temporaries stay in a CPU's cache
-GPU_SEGMENT = 1 << 24  # few kernels, and temporaries of some 64 MiB
 HELD_BACK = ("error_feedback", "mean_error_feedback")  # names of a checkpoint's tensors
 
 

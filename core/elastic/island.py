@@ -168,6 +168,5 @@ class IslandCO2(ElasticCO2):
                 keep_unchanged(bucket.values, bucket.first, size)
 
     def close(self) -> None:
-        """Leaves the process groups."""
         super().close()
         dist.destroy_process_group()

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..buckets import copy_where, tensors_of
 from ..co2 import CO2
 from ..comm import Link
-from ..compression.formats import NARROW_FORMATS
+from ..compression.formats import UNIFORM_FORMATS
 from ..config import CO2Config, CommonArgs, CompressionConfig, Schedule, build_args
 from ..errors import UserError
 from ..hooks import Hook
@@ -37,7 +37,7 @@ from .reducers import ElasticQuantized, ElasticReducer
 
 def check_elastic(config: Any) -> None:
     """Raises UserError for settings of a CO2Config that elastic workers do not support."""
-    if config.compression.format not in (*NARROW_FORMATS, "auto"):
+    if config.compression.format not in (*UNIFORM_FORMATS, "auto"):
         raise UserError(
             f"elastic does not go with compression.format={config.compression.format!r}: a round that a loss "
             "interrupts is sent again, and L-GreCo's residuals, sums, factors and choices have changed by then, so "
@@ -74,7 +74,7 @@ class ElasticCO2(CO2):
         make = functools.partial(self._kind, owner=self, members=members, script=self.script)
         args = CommonArgs(buffers=buffers, timeout=timeout, link=link, hooks=hooks)
         built = build_args(c, args, schedule, allreduce=make)
-        built["reducer"] = lambda parts, scalars, _: (
+        built["reducer"] = lambda parts, scalars, *_: (
             ElasticReducer(parts)
             if c.compression.format == "float32"
             else ElasticQuantized(parts, scalars, c.compression)

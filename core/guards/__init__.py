@@ -31,4 +31,4 @@ def make_hooks(outlier: float | None, choosing: Sequence[Hook], args: Mapping[st
     return hooks
 
 
-vars(GUARDS).update(make_hooks=make_hooks, failure=failure, inputs=inputs)
+GUARDS.make_hooks, GUARDS.failure, GUARDS.inputs = make_hooks, failure, inputs

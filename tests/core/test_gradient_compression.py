@@ -170,7 +170,7 @@ def test_each_bucket_is_averaged_as_if_it_were_alone(rank: int, cap: float | Non
         alone = Alone(compression, [*plain.parameters()])
         with watched_method(model, compression, **options) as (wrapped, method, seen):
             allreduce, most = method.compression.allreduce, 0
-            allreduce._by_nccl = queued
+            allreduce.by_nccl = queued
             for number in range(4):
                 loss_of(wrapped, rank, number, 0).backward()
                 assert not queued or allreduce._thread is None

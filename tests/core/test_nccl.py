@@ -106,7 +106,7 @@ class GlooWork(NcclWork):
 
 def test_what_the_host_waits_for_gloo_is_counted_once(background: AsyncAllReduce):
     """A GPU's stream stands still while the host waits: four workers on one GPU had told twice the time."""
-    background._by_nccl = False
+    background.by_nccl = False
     background.launch(iter([([GlooWork()], 100)]))
     background.wait()
     assert SECONDS / 2 < float(background.exposed) < 1.5 * SECONDS
@@ -285,9 +285,9 @@ def rehearsed(rank: int, ranks: int, name: str) -> None:
         config = CO2Config(tau=2, **REHEARSED[name])
         _, method = make_method("co2", net, co2=config, shard=name == "sharded")
         if rehearses:
-            method.allreduce._by_nccl = True
+            method.allreduce.by_nccl = True
             method._rehearse()
-            method.allreduce._by_nccl = False
+            method.allreduce.by_nccl = False
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         for x in torch.randn(12, 8, 32, generator=torch.Generator().manual_seed(rank)):
             net(x).square().mean().backward()

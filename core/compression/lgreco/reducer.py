@@ -52,21 +52,18 @@ class Layout:
         self.bucket, layers, n = of.buckets[number], of.layers, of.world_size
         staging, errors, self.means = of.staging[number], of.errors[number], of.means[number]
         mine = [i for i, layer in enumerate(layers) if layer.bucket == number]
-        chosen = {i: of.chosen[i].compression if of.chosen[i].kind == "int" else of.chosen[i].kind for i in mine}
-        of_kind: dict[Any, list[int]] = {
-            kind: [i for i in mine if chosen[i] == kind] for kind in (*INTS, "top", "rank", "raw")
-        }
+        kinds = {i: of.chosen[i].compression if of.chosen[i].kind == "int" else of.chosen[i].kind for i in mine}
         starts: dict[int, int] = {}
         ints: list[Any] = []  # format; slices of the elements, of the same with padding, and of a worker's chunk
         begin = end = place = 0
-        for kind, members in of_kind.items():
+        for kind in (*INTS, "top", "rank", "raw"):
             begin = end
-            for i in members:
+            for i in (i for i in mine if kinds[i] == kind):
                 starts[i], end = end, end + layers[i].numel
-            if kind in INTS:
+            if kind in INTS and begin < end:
                 chunk, own = chunk_of(end - begin, n), slice(begin, end)
                 end = begin + n * chunk
-                ints += [(kind, own, slice(begin, end), slice(place, place + chunk))] if chunk else []
+                ints.append((kind, own, slice(begin, end), slice(place, place + chunk)))
                 place += chunk
         self.values, self.held = (
             {i: flat[starts[i] : starts[i] + layers[i].numel] for i in mine} for flat in (staging, errors)
@@ -86,10 +83,10 @@ class Layout:
         memory = [own for own, _ in self.residuals], [means for _, means in self.residuals]
         quantized = Quantized(parts, of.scalars, of.rank, n, [kind for kind, *_ in ints], memory=memory)
         self.senders: list[Callable[..., Iterator[Stage]]] = [partial(quantized.stages, number=0)]
-        if top := of_kind["top"]:
+        if top := [i for i in mine if kinds[i] == "top"]:
             sparse = [(self.values[i], self.held[i], layers[i].kept(of.chosen[i].value)) for i in top]
             self.senders.append(partial(top_k, sparse, of.scalars, n))
-        if ranks := of_kind["rank"]:
+        if ranks := [i for i in mine if kinds[i] == "rank"]:
             rows = {i: (layers[i].rows, -1) for i in ranks}
             factored = [(self.values[i].view(rows[i]), self.held[i].view(rows[i]), of.q_of(i)) for i in ranks]
             self.senders.append(partial(low_rank, factored, of.scalars, n))
@@ -158,7 +155,7 @@ class LGreco(Reducer):
         self.decider = decider = Decider(self.layers, like, config, world_size)
         self.chosen: Sequence[Choice] = decider.uniform
         self.allocation: Allocation | None = None  # the last decision
-        self.flats, many = (flats := [b.flat for b in buckets]), len(self.layers)
+        flats, many = [b.flat for b in buckets], len(self.layers)
         slack = len(INTS) * world_size * BLOCK  # each int format is padded to whole blocks a worker
         self.staging = [b.flat.new_zeros(b.numel + slack + len(b.values)) for b in buckets]
         self.errors = [b.flat.new_zeros(b.numel + slack) for b in buckets]
