@@ -260,11 +260,17 @@ def merge_grid() -> list[Settings]:
     return configs
 
 
+def nesterov_merges() -> list[Settings]:
+    """Nesterov's step with every merge and delay, and every penalty that goes with it."""
+    return [replace(c, nesterov=True, allow_unstable=True) for c in merge_grid() if c.outer_momentum]
+
+
 GRIDS: dict[str, tuple[list[Settings], slice, int]] = {  # settings; the corners: every value of every one; the steps
     "late": (grid(), slice(None, None, 7), STEPS),
     "nesterov": (nesterov_grid(), slice(None, None, 4), STEPS),
     "blocking": (merge_grid()[:2], slice(None), STEPS + 3),
     "merges": (merge_grid()[2:], slice(None, None, 5), STEPS + 3),
+    "nesterov merges": (nesterov_merges(), slice(None, None, 2), STEPS + 3),
 }
 
 
@@ -358,13 +364,16 @@ def test_what_overlap_local_sgd_lends_it_takes_back(rank: int):
     assert min(stats["merge_seconds"], stats["exposed_seconds"]) > 0.1 and stats["merged_after"] == 3
 
 
-def test_merges_run_in_the_fast_pass_and_only_keep_local_holds_another_copy():
+def test_merges_run_in_the_fast_pass_and_what_a_rule_does_not_read_is_not_held():
     for merge in ("restart", "keep_local"):
         co2 = replace(LATE, merge=merge).build(problems.odd_parameters())
         assert all(isinstance(b, FusedOuterStep) for b in co2.fragments[0].outer_steps)
         assert set(co2.state) - {"outer_iterate", "outer_momentum"} == (
             {"snapshot"} if merge == "keep_local" else set()
         )
+    for gap, nesterov in product(("none", "norm", "elementwise"), (False, True)):
+        co2 = replace(LATE, gap=gap, nesterov=nesterov, allow_unstable=True).build(problems.odd_parameters())
+        assert ("outer_step" in co2.state) is (nesterov and gap != "none"), "a penalty reads the last step"
 
 
 def test_what_is_recommended_is_accepted():

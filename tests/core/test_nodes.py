@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from core import CO2, CO2Config, CompressionConfig, node_mesh
 from core.checkpoint import runs as checkpoint
+from core.compression.formats import BLOCK, decode, encode
 from core.testing import run_distributed
 from core.testing.reference import Reference
 from tests import problems
-from tests.core.test_nesterov import Rounding
 from tests.on_ranks import alike, on_ranks, shared_out, total_world_size
 from tests.problems import LR, batch, flat, gradient, node_step, small_net
 
@@ -269,21 +270,50 @@ def test_the_distance_from_the_mean_is_that_of_the_nodes(rank: int):
             assert seen > 0.01
 
 
+class Rounding:
+    """What a format with error feedback leaves of a mean of workers' differences, [numel] each.
+
+    once: the owner of a part keeps the mean as it is, and sends x.
+    """
+
+    def __init__(self, numel: int, compression: str = "int4", workers: int = 2, *, once: bool = False):
+        self.size, self.once = -(-numel // (workers * BLOCK)) * workers * BLOCK, once
+        self.compression, self.workers = compression, workers
+        self.errors = torch.zeros(workers + 1, self.size, dtype=torch.float64)  # of the workers, and of their mean
+
+    def __call__(self, own: Tensor, weights: Tensor) -> Tensor:
+        assert (weights == 1).all()
+        rows = [self.send(pad(row, (0, self.size - len(row))), i) for i, row in enumerate(own)]
+        mean = sum(rows, torch.zeros(())) / self.workers
+        return (mean if self.once else self.send(mean, self.workers))[: own.shape[1]]
+
+    def send(self, x: Tensor, i: int) -> Tensor:
+        total = x + self.errors[i]
+        decoded = decode(encode(total, self.compression), self.compression, total.dtype)
+        self.errors[i] = total - decoded
+        return decoded
+
+
 @pytest.mark.parametrize(
-    ("compression", "place"), [*product(["int4"], ["nodes", "nodes, shard", "shard", "offload"]), ("bfloat16", "nodes")]
+    ("compression", "place", "name"),
+    [
+        *product(["int4"], ["nodes", "nodes, shard", "shard", "offload"], ["keep_local"]),
+        *product(["int4"], ["offload"], ["keep_local, Nesterov, norm", "keep_local, at once"]),
+        ("bfloat16", "nodes", "keep_local"),
+    ],
 )
 @on_ranks(4, timeout=200)
-def test_compressed_parts_equal_the_reference(rank: int, place: str, compression: Any):
+def test_compressed_parts_equal_the_reference(rank: int, place: str, compression: Any, name: str):
     """Each rank rounds its own part, in the blocks of single workers. Owners get averages that were rounded once."""
     in_nodes, numel = "nodes" in place, 2048  # whole blocks in each part
     nodes, once = NODES if in_nodes else SINGLE, "shard" in place
-    c, _ = config("keep_local", compression=CompressionConfig(compression))
+    c, _ = config(name, compression=CompressionConfig(compression))
     start = torch.linspace(-1, 1, numel, dtype=torch.float64)
     ours, _ = run([nn.Parameter(start.clone())], c, rank, place, 3 * TAU)
     mine = rank // 2 if in_nodes else rank
     reduce = Rounding(numel, compression, len(nodes), once=once)
-    theirs = [rows[mine] for rows in expected("keep_local", start, nodes, 3 * TAU, reduce=reduce)]
-    plain = [rows[mine] for rows in expected("keep_local", start, nodes, 3 * TAU)]
+    theirs = [rows[mine] for rows in expected(name, start, nodes, 3 * TAU, reduce=reduce)]
+    plain = [rows[mine] for rows in expected(name, start, nodes, 3 * TAU)]
     assert apart(ours, theirs) < NEAR < 1e-5 < apart(ours, plain)
 
 
