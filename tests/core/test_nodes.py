@@ -249,22 +249,24 @@ def test_every_part_equals_the_reference(rank: int, place: str, names: list[str]
 
 
 @on_ranks(4, timeout=200)
-def test_the_distance_from_the_mean_is_that_of_the_nodes(rank: int):
+def test_the_distance_from_the_mean_is_that_of_the_workers(rank: int):
     """Of what each worker sent, as told a round later. Ranks of a node count as one worker."""
-    for place, name in product(PLACES, ("keep_local", "paper")):
-        how: dict[str, Any] = dict(PLACES[place])
+    cases = [*product(PLACES, ("keep_local", "paper")), *product(("",), ("keep_local, boundary", "restart, at once"))]
+    for place, name in cases:
+        how: dict[str, Any] = dict(PLACES.get(place, {}))
         ranks = [rank // 2 * 2, rank // 2 * 2 + 1] if "mesh" in how else [rank]
         how |= {"mesh": node_mesh("cpu", 2)} if "mesh" in how else {}
-        params, sent, told = problems.odd_parameters(), list[Tensor](), list[float]()
-        co2 = CO2(params, config(name)[0], **how)
+        params, sent, told, c = problems.odd_parameters(), list[Tensor](), list[float](), config(name)[0]
+        co2 = CO2(params, c, **how)
         for step in range(5 * TAU):
             node_step(params, ranks, step)
             before = flat(params)
             if co2.step():
-                sent.append(before)
+                sent.append(flat(params) if c.merge == "keep_local" else before)
                 told.append(co2.stats.as_dict()["consensus_distance"])
         co2.finish(), co2.close()
-        for of_all, seen in zip(zip(*total_world_size(sent), strict=True), told[1:], strict=False):
+        late = int(c.delay != 0)
+        for of_all, seen in zip(zip(*total_world_size(sent), strict=True), told[late:], strict=False):
             x = torch.stack(of_all)
             assert seen == pytest.approx(float((x - x.mean(0)).square().sum(1).mean().sqrt()), rel=1e-6), (place, name)
             assert seen > 0.01
