@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -282,11 +283,13 @@ def test_one_workers_nan_reaches_nobody(rank: int):
 
 @on_ranks(2)
 def test_co2_resumes_with_its_allocation(rank: int):
-    for like in ("int4", "rank2"):
+    """Before the first decision, and after some."""
+    for like, at in product(("int4", "rank2", "top0.05"), (2, 8)):
         first, second = (made(CO2Config(tau=2, compression=LGRECO[like])) for _ in range(2))
-        go(first, rank, range(8))
+        go(first, rank, range(at))
         for to, saved in zip(second, [part.state_dict() for part in first], strict=True):
             to.load_state_dict(saved)
         for run in (first, second):
-            go(run, rank, range(8, 20))
-        assert torch.equal(ended(first)[0], ended(second)[0])
+            go(run, rank, range(at, 20))
+        (ours, chosen), (theirs, same) = ended(first), ended(second)
+        assert torch.equal(ours, theirs) and chosen == same, (like, at)

@@ -17,7 +17,6 @@ from core import outer
 from core.config import MERGES
 from core.outer import FusedOuterStep, OuterStep, Rule, keep_local
 from core.shares import make_outer_step
-from core.testing.reference import Reference
 
 
 def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -76,28 +75,6 @@ def test_nesterov_is_that_of_torch():
         m = outer.momentum(m, delta, 0.7)
         x = outer.outer_step(x, outer.nesterov(m, delta, 0.7), 0.3)
         torch.testing.assert_close(x, parameter.detach())
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 0.9])
-def test_settles_says_where_the_roots_of_the_recurrence_leave_the_unit_circle(beta: float, nesterov: bool):
-    """rho = 1: z^3 - (1 + beta) z^2 + (beta + alpha (1 + b)) z - alpha b, with b = beta under Nesterov, else 0."""
-    b = beta if nesterov else 0.0
-    for alpha in torch.linspace(0.01, 1.2, 120).tolist():
-        c = [alpha * -b, beta + alpha * (1 + b), -(1 + beta)]
-        companion = torch.tensor([[0, 0, -c[0]], [1, 0, -c[1]], [0, 1, -c[2]]], dtype=torch.float64)
-        modulus = torch.linalg.eigvals(companion).abs().max().item()
-        if abs(modulus - 1) > 1e-6:
-            assert outer.settles(alpha, beta, nesterov) == (modulus < 1)
-
-
-def test_local_steps_that_overshoot_diverge_where_settles_says_they_settle():
-    """rho = 1.5: the errors grow by sqrt(beta + rho alpha) = 1.118 a round."""
-    assert outer.settles(0.7, 0.2)
-    reference = Reference(vector(1.0).expand(2, 1).clone(), 5, 0.7, 0.2, "none", None)
-    errors = [abs(float(x)) for x in reference.run(lambda x, _: (1 + 0.5**0.2) * x, 1.0, 5 * 200)]
-    growth = (max(errors[-20:]) / max(errors[80:100])) ** (1 / (len(errors) - 100))
-    assert growth == pytest.approx((0.2 + 1.5 * 0.7) ** 0.5, abs=5e-3)
 
 
 def test_nothing_changes_its_arguments():

@@ -28,7 +28,7 @@ from core.state import of_rank, under_rank
 from core.testing import run_distributed
 from tests import problems
 from tests.on_ranks import alike, on_ranks
-from tests.problems import Settings, flat, refusal, sgd_step, take_steps
+from tests.problems import Settings, flat, refusal, take_steps
 
 SAVE_AT, STEPS = 6, 13
 BASE = Settings(tau=3, outer_lr=0.4, outer_momentum=0.5, clip=0.1)
@@ -148,6 +148,7 @@ def saved_by(method: Any) -> dict[str, Any]:
 
 
 CO2_2 = CO2Config(tau=2)
+INT8 = CO2Config(tau=2, compression=CompressionConfig("int8"))
 MISFITS = {
     "other sizes": (lambda: CO2(params(3, 4), CO2_2), lambda: CO2(params(3, 5), CO2_2)),
     "fewer dtypes": (
@@ -157,6 +158,8 @@ MISFITS = {
     "of slowmo": (lambda: SlowMo(params(3), 2), lambda: CO2(params(3), CO2_2)),
     "of local": (lambda: LocalSGD(params(3), 2), lambda: SlowMo(params(3), 2)),
     "of another momentum": (lambda: CO2(params(3), CO2_2), lambda: CO2(params(3), replace(CO2_2, nesterov=True))),
+    "of int8": (lambda: CO2(params(3), INT8), lambda: CO2(params(3), CO2_2)),
+    "of float32": (lambda: CO2(params(3), CO2_2), lambda: CO2(params(3), INT8)),
     "without buffers": (lambda: CO2(params(3), CO2_2), lambda: CO2(params(3), CO2_2, buffers=[torch.zeros(2)])),
     "with buffers": (lambda: CO2(params(3), CO2_2, buffers=[torch.zeros(2)]), lambda: CO2(params(3), CO2_2)),
 }
@@ -446,9 +449,7 @@ def go_on(method: Any, params: list[nn.Parameter], rank: int) -> Tensor:
 def test_after_resync_training_goes_on_as_in_a_fresh_object(rank: int):
     """From loaded weights after five other steps, and in a fresh object."""
     kinds = {name: lambda model, name=name: make_method(name, model, co2=CONFIG)[1] for name in LOCAL}
-    kinds["int8"] = lambda model: make_method(
-        "co2", model, co2=CO2Config(tau=2, compression=CompressionConfig("int8"))
-    )[1]
+    kinds["int8"] = lambda model: make_method("co2", model, co2=INT8)[1]
     kinds["shard"] = lambda model: CO2(list(model.parameters()), CONFIG, shard=True)
     for name, build in kinds.items():
         pair = []
@@ -556,20 +557,6 @@ def test_weights_loaded_under_a_method_are_noticed_at_the_rounds_first_step(rank
         assert found == noticed.get(name, [0, 0, 1, 0, 1, 0, 0]), name
 
 
-def test_a_boundary_inside_inference_mode_leaves_nothing_that_training_cannot_write_to():
-    """finish() before an evaluation may be the first boundary, and makes what later ones use."""
-    ends = []
-    for mode in (torch.inference_mode, torch.no_grad):
-        params = problems.odd_parameters()
-        method = make_method("co2", nn.ParameterList(params), co2=CONFIG)[1]
-        for step in range(6):
-            sgd_step(params, 0, step)
-            with mode() if not step else contextlib.nullcontext():
-                method.finish() if not step else method.step()
-        ends.append(flat(params))
-    assert torch.equal(*ends)
-
-
 INFERRED = (
     "step",
     "finish",
@@ -584,7 +571,11 @@ INFERRED = (
 
 
 def trained_with(mode: Any, name: str, call: str, folder: Path) -> Tensor:
-    """The parameters and buffers after steps between which one call is made in this mode."""
+    """The parameters and buffers after steps between which one call is made in this mode.
+
+    finish() is the first boundary, as before an evaluation, and makes what later ones use.
+    """
+    at = 0 if call == "finish" else 4
     model = nn.Sequential(net(0)[:2], nn.Linear(5, 3).double())
     torch.manual_seed(0)
     model[1].reset_parameters()
@@ -601,11 +592,11 @@ def trained_with(mode: Any, name: str, call: str, folder: Path) -> Tensor:
     for step in range(10):
         module(torch.randn(4, 6).double()).square().mean().backward()
         optimizer.step(), optimizer.zero_grad()
-        with mode() if step == 4 and call == "step" else contextlib.nullcontext():
+        with mode() if step == at and call == "step" else contextlib.nullcontext():
             method.step()
         if step == 4 and call == "load":
             checkpoint.save(folder, model, optimizer, method, step=4)
-        if step == 4 and call != "step" and (call in calls or hasattr(method, call)):
+        if step == at and call != "step" and (call in calls or hasattr(method, call)):
             with mode():
                 calls.get(call, getattr(method, call, None))()
     method.finish()

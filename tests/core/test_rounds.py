@@ -54,12 +54,17 @@ def test_unequal_workers_are_refused_with_the_rank_named(rank: int):
         params = [nn.Parameter(torch.zeros(n)) for n in sizes]
         messages[what] = refusal(CO2, params, CO2Config(tau=tau, outer_lr=alpha))
     messages["local tau"] = refusal(LocalSGD, [nn.Parameter(torch.zeros(3))], tau=2 + (rank == 2))
+    params = [nn.Parameter(torch.zeros(3))]
+    for what, changes in (("tau or auto", {"tau": 4}), ("tau_max", {"tau_max": 9})):
+        messages[what] = refusal(CO2, params, CO2Config(**{"tau": "auto"} | (changes if rank == 2 else {})))
+    CO2(params, CO2Config.recommended(steps=400 - rank, tau=4)).close()  # of uneven loaders
     assert all("rank 2" in text and "rank 1" not in text for text in messages.values())
     assert "(4,)" in messages["shape"] and "(5,)" in messages["shape"]
     assert "2 tensors, against 1" in messages["count"]
     assert "tau=2" in messages["tau"] and "tau=3" in messages["tau"]
     assert "0.5" in messages["outer_lr"]
     assert "tau=2" in messages["local tau"] and "tau=3" in messages["local tau"]
+    assert "tau=auto, against tau=4" in messages["tau or auto"] and "tau_max=192, " in messages["tau_max"]
 
 
 @on_ranks(2)
