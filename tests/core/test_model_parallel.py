@@ -12,10 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-pytest.importorskip("torch.optim._muon", reason="bench.loss takes its Muon from there, and torch 2.6 has none")
-
-# isort: split
-from bench.loss.__main__ import vmap_gradient
 from core import CO2, CO2Config, make_method
 from core.buckets import local_shard
 from core.groups import holding_of
@@ -28,6 +24,7 @@ from tests.problems import (
     SlowLink,
     assert_traces_equal,
     batch,
+    descent_of,
     flat,
     loss,
     refusal,
@@ -74,18 +71,8 @@ def gathered(net: nn.Module) -> Tensor:
 
 def reference(config: CO2Config) -> list[Tensor]:
     net, c = whole_net(), config
-    template = {name: p.detach() for name, p in net.named_parameters()}
-    gradient = vmap_gradient(
-        lambda params, *data: loss(lambda x: torch.func.functional_call(net, params, x), data), template
-    )
     ref = Reference(flat(net.parameters()).expand(2, -1).clone(), TAU, c.outer_lr, c.outer_momentum, c.gap, c.clip)
-
-    def of_all(rows: Tensor, step: int) -> Tensor:
-        return gradient(
-            rows, tuple(torch.stack(parts) for parts in zip(*(batch(w, step) for w in (0, 1)), strict=True))
-        )
-
-    ref.run(of_all, LR, STEPS)
+    ref.run(descent_of(net), LR, STEPS)
     rounds = ref.outer[1:]
     ref.finish()
     return [*rounds, ref.x[0].clone()]

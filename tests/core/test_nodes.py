@@ -130,13 +130,11 @@ def run_inside(inside: str, name: str, mesh: DeviceMesh, steps: int, **more: Any
 def of_nets(name: str, per_node: int, steps: list[int]) -> list[Tensor]:
     """The same by the specification; node i takes steps[i] local steps. A row's gradient is the mean of its ranks'."""
     model, seen = small_net(), []
-    params = [*model.parameters()]
-    ref = specification(name, flat(params).repeat(len(steps), 1))
+    ref = specification(name, flat(model.parameters()).repeat(len(steps), 1))
+    descend = problems.descent_of(model, per_node)
     for step in range(max(steps)):
-        for node in (node for node, its in enumerate(steps) if step < its):
-            nn.utils.vector_to_parameters(ref.x[node].clone(), params)
-            losses = [problems.loss(model, batch(node * per_node + i, step)) for i in range(per_node)]
-            ref.x[node] -= LR * flat(torch.autograd.grad(torch.stack(losses).mean(), params))
+        moves = torch.tensor([step < its for its in steps])
+        ref.x[moves] -= LR * descend(ref.x, step)[moves]
         go(ref, name)
         seen.append(ref.x.clone())
     ref.finish()

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from core import CO2Config, UserError
 from core.testing import PRELOAD
 from tests.integrations import plain
-from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
+from tests.integrations.plain import BATCH, EPOCHS, PAPER, Factor, Inner, Net
 from tests.integrations.ranks import ranks
 from tests.on_ranks import alike, on_ranks
 
@@ -41,20 +40,6 @@ class Resumable(DataLoader):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.skipped = state["taken"] % len(self)
-
-
-class Factor:
-    """A schedule's factor: a NumPy scalar, and perhaps an object in its state."""
-
-    def __init__(self, inner: Any = None):
-        self.inner = inner
-
-    def __call__(self, step: int) -> Any:
-        return np.cos(step / 50)
-
-
-class Inner:
-    pass
 
 
 def module_of(net: nn.Module, factor: Factor | None = None) -> Any:
@@ -369,8 +354,8 @@ def objects(rank: int, workers: int, folder: str) -> list[str]:
 
 def test_a_checkpoint_that_lightning_could_not_load_is_refused(tmp_path: Path) -> None:
     (said,) = ranks(objects, 1, str(tmp_path))
-    plain.assert_lines(said, "CO2Strategy", f"schedule0.lr_lambdas.0.inner is a {__name__}.Inner, which")
-    assert f"add_safe_globals([{__name__}.Inner])" in said[0]
+    plain.assert_lines(said, "CO2Strategy", f"schedule0.lr_lambdas.0.inner is a {plain.INNER}, which")
+    assert f"add_safe_globals([{plain.INNER}])" in said[0]
 
 
 class Dropping(Net):
