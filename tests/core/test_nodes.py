@@ -226,24 +226,23 @@ def run(
 
 
 @pytest.mark.parametrize("names", [CORNERS, pytest.param([*CASES], marks=pytest.mark.slow)], ids=["corners", "whole"])
-@pytest.mark.parametrize("place", PLACES)
-@on_ranks(4, timeout=300)
-def test_every_part_equals_the_reference(rank: int, place: str, names: list[str]):
+@on_ranks(4, timeout=600)
+def test_every_part_equals_the_reference(rank: int, names: list[str]):
     """Of parameters that tile no part: 0-d, empty, odd, channels_last, transposed; and of storages that move."""
-    in_nodes, start = "nodes" in place, flat(problems.odd_parameters())
-    of_all = shared_out(lambda name: expected(name, start, NODES if in_nodes else SINGLE), names)
-    for name, theirs in zip(names, of_all, strict=True):
-        params, (c, schedule) = problems.odd_parameters(), config(name)
+    start = flat(problems.odd_parameters())
+    of_nodes, of_ranks = (shared_out(lambda n, w=w: expected(n, start, w), names) for w in (NODES, SINGLE))
+    for place, (i, name) in product(PLACES, enumerate(names)):
+        params, (c, schedule), in_nodes = problems.odd_parameters(), config(name), "nodes" in place
 
         def moves(number: int, params: list[Any] = params, schedule: Any = schedule) -> dict[str, Any]:
             params[3].data = params[3].data.clone() if number % 2 else torch.empty(5, 3).double().t().copy_(params[3])
             return schedule(number) if schedule else {}
 
         ours, co2 = run(params, c, rank, place, schedule=moves)
-        mine = [rows[rank // 2 if in_nodes else rank] for rows in theirs]
-        assert apart(ours, mine) < NEAR < (ours[-1] - ours[0]).abs().max(), name
+        mine = [rows[rank // 2] for rows in of_nodes[i]] if in_nodes else [rows[rank] for rows in of_ranks[i]]
+        assert apart(ours, mine) < NEAR < (ours[-1] - ours[0]).abs().max(), (place, name)
         parts = (2 if in_nodes else 1) * ((2 if in_nodes else 4) if "shard" in place else 1)
-        assert [len(m) for m in co2.state["outer_momentum"]] == [-(-co2.buckets[0].numel // parts)]
+        assert [len(m) for m in co2.state["outer_momentum"]] == [-(-co2.buckets[0].numel // parts)], place
 
 
 @on_ranks(4, timeout=200)
@@ -294,27 +293,26 @@ class Rounding:
         return decoded
 
 
-@pytest.mark.parametrize(
-    ("compression", "place", "name"),
-    [
-        *product(["int4"], ["nodes", "nodes, shard", "shard", "offload"], ["keep_local"]),
-        *product(["int4"], ["offload"], ["keep_local, Nesterov, norm", "keep_local, at once"]),
-        ("bfloat16", "nodes", "keep_local"),
-    ],
-)
+COMPRESSED = [
+    *product(["int4"], ["nodes", "nodes, shard", "shard", "offload"], ["keep_local"]),
+    *product(["int4"], ["offload"], ["keep_local, Nesterov, norm", "keep_local, at once"]),
+    ("bfloat16", "nodes", "keep_local"),
+]
+
+
 @on_ranks(4, timeout=200)
-def test_compressed_parts_equal_the_reference(rank: int, place: str, compression: Any, name: str):
+def test_compressed_parts_equal_the_reference(rank: int):
     """Each rank rounds its own part, in the blocks of single workers. Owners get averages that were rounded once."""
-    in_nodes, numel = "nodes" in place, 2048  # whole blocks in each part
-    nodes, once = NODES if in_nodes else SINGLE, "shard" in place
-    c, _ = config(name, compression=CompressionConfig(compression))
+    numel = 2048  # whole blocks in each part
     start = torch.linspace(-1, 1, numel, dtype=torch.float64)
-    ours, _ = run([nn.Parameter(start.clone())], c, rank, place, 3 * TAU)
-    mine = rank // 2 if in_nodes else rank
-    reduce = Rounding(numel, compression, len(nodes), once=once)
-    theirs = [rows[mine] for rows in expected(name, start, nodes, 3 * TAU, reduce=reduce)]
-    plain = [rows[mine] for rows in expected(name, start, nodes, 3 * TAU)]
-    assert apart(ours, theirs) < NEAR < 1e-5 < apart(ours, plain)
+    for compression, place, name in COMPRESSED:
+        nodes, mine = (NODES, rank // 2) if "nodes" in place else (SINGLE, rank)
+        c, _ = config(name, compression=CompressionConfig(compression))  # pyright: ignore[reportArgumentType]
+        ours, _ = run([nn.Parameter(start.clone())], c, rank, place, 3 * TAU)
+        reduce = Rounding(numel, compression, len(nodes), once="shard" in place)
+        theirs = [rows[mine] for rows in expected(name, start, nodes, 3 * TAU, reduce=reduce)]
+        plain = [rows[mine] for rows in expected(name, start, nodes, 3 * TAU)]
+        assert apart(ours, theirs) < NEAR < 1e-5 < apart(ours, plain), (compression, place, name)
 
 
 @on_ranks(2)
@@ -478,13 +476,12 @@ def half(place: str, c: CO2Config, rank: int, steps: range, saved: Any = None, a
     return saved, flat(params)
 
 
-@pytest.mark.parametrize("place", PLACES)
 @on_ranks(4, timeout=200)
-def test_a_run_resumed_in_flight_is_bit_identical(rank: int, place: str):
-    for name, compression in (("keep_local, norm", "int4"), ("paper, clip", "bfloat16")):
+def test_a_run_resumed_in_flight_is_bit_identical(rank: int):
+    for place, (name, compression) in product(PLACES, (("keep_local, norm", "int4"), ("paper, clip", "bfloat16"))):
         c = config(name, compression=CompressionConfig(compression))[0]  # pyright: ignore[reportArgumentType]
         saved, end = half(place, c, rank, range(STEPS), at=TAU + 1)
-        assert torch.equal(half(place, c, rank, range(TAU + 1, STEPS), saved)[1], end), name
+        assert torch.equal(half(place, c, rank, range(TAU + 1, STEPS), saved)[1], end), (place, name)
 
 
 def saved_on_two_nodes(rank: int, world_size: int, name: str, folder: str, at: int) -> None:
