@@ -88,10 +88,6 @@ def optimizer_step(model: nn.Module, optimizer: Any, schedule: Any, worker: int,
     schedule.step()
 
 
-def train_nets(rank: int, world_size: int) -> dict[str, list[Tensor]]:
-    return {name: train_net(rank, name) for name in ("sgd", "adamw")}
-
-
 def train_net(rank: int, name: str) -> list[Tensor]:
     model = problems.small_net()
     optimizer, schedule = inner(model, name)
@@ -117,12 +113,10 @@ def train_net_in_one_process(world_size: int, name: str) -> list[Tensor]:
     return [*rounds, ref.x[0].clone()]
 
 
-def test_momentum_and_a_decaying_schedule():
-    results = run_distributed(train_nets, 2)
+@on_ranks(2)
+def test_momentum_and_a_decaying_schedule(rank: int):
     for name in ("sgd", "adamw"):
-        expected = train_net_in_one_process(2, name)
-        for result in results:
-            assert_traces_equal(result[name], expected)
+        assert_traces_equal(train_net(rank, name), train_net_in_one_process(2, name))
 
 
 def three_dtypes() -> list[nn.Parameter]:

@@ -146,18 +146,6 @@ def test_another_backend_is_refused_with_the_reason():
     assert str(caught.value) == text
 
 
-def test_two_devices_are_refused():
-    with pytest.raises(UserError, match="on cpu, meta: .* one device, or use compression.format float32"):
-        CompressionConfig("int4").check([torch.zeros(3), torch.zeros(3, device="meta")], None)
-
-
-def test_an_unknown_format_is_refused():
-    unknown: Any = "fp8"
-    with pytest.raises(UserError) as caught:
-        CompressionConfig(unknown)
-    assert str(caught.value) == f"compression.format='fp8': choose one of {', '.join(NARROW_FORMATS)}, lgreco, auto"
-
-
 ROUNDS = 3
 # numel of the encoded tensors, then of the exact ones, by dtype: several blocks, part of one, none
 LAYOUT = {

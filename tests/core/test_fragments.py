@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from core import CO2, CO2Config, node_mesh
 from core.config import CompressionConfig
-from core.errors import CollectiveError, UserError
+from core.errors import CollectiveError
 from core.shares import slices, slices_alike
 from core.tau import CUT_MARGIN, LATE, TauTuner
 from core.testing.link import ThrottledLink
@@ -230,20 +230,6 @@ def test_a_fragment_that_is_not_finite_is_left_out_and_the_worker_restarts(rank:
     assert alike(flat(params)) and flat(params).isfinite().all()
     assert rank or max(excluded) == 1, "the other workers learn of it with the next boundary"
     assert rank == 0 or sum(told) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"fragments": 0}, "fragments=0: give a whole number"),
-        ({"fragments": 2, "merge": "restart", "delay": 0}, "keep_local"),
-        ({"fragments": 7}, "give at most tau=6"),
-        ({"fragments": 3, "delay": 3}, "one all-reduce is in flight at a time"),
-    ],
-)
-def test_fragments_that_cannot_be_are_refused(changes: dict[str, Any], reason: str):
-    with pytest.raises(UserError, match=reason):
-        config(**changes)
 
 
 def test_tau_and_fragments_by_hand():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2Config, UserError, make_method
+from core import CO2Config, make_method
 from core.compression.lgreco.choices import (
     Choice,
     Decider,
@@ -218,33 +218,6 @@ def test_choices_of_each_family():
     choices, offered = reducer.decider.choices, reducer.decider.offered.tolist()
     assert offered[3] == [str(c) == "as it is" for c in choices]
     assert not offered[0][0] and any(offered[0]), "nor is a matrix sent as it is"
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"format": "lgreco"}, "compression.like='': give int2"),
-        ({"format": "lgreco", "like": "int7"}, "compression.like='int7': give int2"),
-        ({"format": "lgreco", "like": "top0.7"}, "compression.like='top0.7': give"),
-        ({"format": "lgreco", "like": "rank0"}, "such as rank4"),
-        ({"format": "lgreco", "like": "rank2.5"}, "compression.like='rank2.5'"),
-        ({"format": "lgreco", "like": "rank" + 400 * "9"}, "such as rank4"),
-        ({"format": "int4", "like": "int4"}, "compression.like='int4' belongs to compression.format lgreco, not int4"),
-        ({"format": "int4", "lgreco": LGrecoConfig(every=3)}, "belongs to compression.format lgreco, not int4"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], text: str):
-    with pytest.raises(UserError) as caught:
-        CompressionConfig(**settings)
-    assert text in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("rule", "best"), ("rule", 5), ("every", 0), ("first", 1.5), ("first", True)]
-)
-def test_bad_lgreco_settings(name: str, value: Any):
-    with pytest.raises(UserError, match=f"compression.lgreco.{name}={value!r}: "):
-        LGrecoConfig(**{name: value})
 
 
 def made(config: CO2Config) -> tuple[nn.Sequential, torch.optim.Optimizer, Any]:

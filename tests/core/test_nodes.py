@@ -147,7 +147,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("inside", "per_node", "cases"),
     [("ddp", 2, [*CASES]), pytest.param("fsdp2", 2, [*CASES], marks=SLOW), ("fsdp2", 2, CORNERS)]
-    + [pytest.param(inside, n, [*CASES], marks=SLOW) for inside in ("ddp", "fsdp2") for n in (1, 4)],
+    + [pytest.param(inside, n, CORNERS, marks=SLOW) for inside in ("ddp", "fsdp2") for n in (1, 4)],
 )
 @on_ranks(4, timeout=600)
 def test_equals_the_reference_after_every_step(rank: int, inside: str, per_node: int, cases: list[str]):

@@ -163,6 +163,9 @@ def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pyte
     [
         (["--widht", "3"], "--width"),
         (["--epochs", "0"], "epochs=0: give 1 or more"),
+        (["--eval_every", "0steps"], "eval_every=0steps: give "),
+        (["--eval_every", "3weeks"], "eval_every=3weeks: give "),
+        (["--checkpoint_every=-1minutes"], "checkpoint_every=-1minutes: give "),
         (["--method", "dpd"], "ddp"),
         (["--co2.gap", "none"], "unstable"),
         (["--optim.lr", "inf"], "optim lr=inf: give a learning rate above 0 and below 10000"),

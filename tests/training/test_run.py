@@ -149,14 +149,6 @@ def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_e
     assert due_steps(by_time, 6, 12) == ([3, 6, 9], [3, 6, 9], [])
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("eval_every", "0steps"), ("eval_every", "3weeks"), ("checkpoint_every", "-1minutes")]
-)
-def test_an_interval_is_refused_in_one_line(name: str, value: str):
-    with pytest.raises(UserError, match=f"^{name}={value}: give "):
-        Toy(**{name: value})
-
-
 def stopped_by_one(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Only the slow rank 1 gets the signal, in mid-round; rank 0 may by then wait for it in an evaluation's sum."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
