@@ -17,6 +17,7 @@ from core import CollectiveError, DivergedError, UserError
 from core.testing import run_distributed
 from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
 from language.zeroth.order import CHUNK, Noise, Place, digest
+from tests.on_ranks import on_ranks, total_world_size
 
 CPU = torch.device("cpu")
 SAMPLES = 12  # of a step, over all workers
@@ -158,7 +159,8 @@ def test_a_tensor_of_several_chunks_is_perturbed_and_updated_as_a_whole():
 # -- losses that are not finite -------------------------------------------------------------------------------------
 
 
-def one_is_nan(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_a_loss_that_is_not_finite_on_one_worker_drops_the_step_for_all(rank: int):
     model = Net()
     zo = ZerothOrder(model, lr=0.01, timeout=60)
     hashes = []
@@ -170,14 +172,8 @@ def one_is_nan(rank: int, world_size: int) -> list[str]:
         assert result.dropped == (step == 2)
         hashes.append(digest(list(model.parameters())))
     zo.close()
-    return hashes
-
-
-def test_a_loss_that_is_not_finite_on_one_worker_drops_the_step_for_all():
-    first, second = run_distributed(one_is_nan, 2)
-    assert first == second
-    assert first[1] == first[2], "nothing moved"
-    assert len(set(first)) == 11
+    assert total_world_size(hashes) == [hashes] * 2
+    assert hashes[1] == hashes[2] and len(set(hashes)) == 11, "nothing moved"
 
 
 def test_a_dropped_step_is_told_once_in_a_row_and_ten_end_the_run():
@@ -288,25 +284,16 @@ DIFFERENCES = {
 }
 
 
-def differing(rank: int, world_size: int) -> list[str]:
-    """What is said where the workers differ in each of DIFFERENCES."""
-    said = []
-    for what in DIFFERENCES:
+@on_ranks(2)
+def test_workers_that_differ_are_refused(rank: int):
+    for what, message in DIFFERENCES.items():
         config = ZerothConfig(seed=rank if what == "seed" else 0)
         model = frozen_but("weight") if what == "frozen" and rank else Net()
         model = model.bfloat16() if what == "dtype" and rank else model
         kind = "a GPU" if what == "device" and rank else "cpu"
-        with mock.patch.object(Noise, "kind", kind):
-            with pytest.raises(UserError) as told:
-                ZerothOrder(model, config, lr=0.1, timeout=60)
-            said.append(str(told.value))
-    return said
-
-
-def test_workers_that_differ_are_refused():
-    for said in run_distributed(differing, 2):
-        for message, text in zip(DIFFERENCES.values(), said, strict=True):
-            assert text.startswith("workers differ: rank 0 has") and message in text
+        with mock.patch.object(Noise, "kind", kind), pytest.raises(UserError) as told:
+            ZerothOrder(model, config, lr=0.1, timeout=60)
+        assert str(told.value).startswith("workers differ: rank 0 has") and message in str(told.value)
 
 
 def test_nobody_trains_alone_where_others_were_started(monkeypatch: pytest.MonkeyPatch):
@@ -319,20 +306,13 @@ def test_nobody_trains_alone_where_others_were_started(monkeypatch: pytest.Monke
         zo.step(lambda m: 1.0, 1)
 
 
-def one_leaves(rank: int, world_size: int) -> str:
+@on_ranks(2, expect_death=(1,))
+def test_a_worker_that_is_gone_is_named(rank: int):
     zo = ZerothOrder(Net(), lr=0.1, timeout=3)
     if rank == 1:
         os._exit(0)
-    try:
+    with pytest.raises(CollectiveError, match="^rank 0: the scalars of step 0 did not come; no answer from rank 1"):
         zo.step(lambda m: 1.0, 1)
-    except CollectiveError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_worker_that_is_gone_is_named():
-    text = run_distributed(one_leaves, 2, expect_death=(1,))[0]
-    assert text.startswith("rank 0: the scalars of step 0 did not come; no answer from rank 1")
 
 
 # -- resuming and replaying -----------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from core.checkpoint.runs import random_state, set_random_state
 from core.integrations.common import check_mesh, load_own, save_own
 from core.testing import run_distributed
 from tests.imports import ROOT
-from tests.problems import sgd_step
+from tests.on_ranks import on_ranks, total_world_size
+from tests.problems import refusal, sgd_step
 
 ENDS = """
 import atexit, sys
@@ -134,15 +135,10 @@ def test_what_cannot_be_pickled_is_refused_with_its_path(tmp_path: Path):
         save_own("Test", tmp_path, 0, **parts("local"))
 
 
-def unlike_workers(rank: int, world_size: int, folder: str) -> str:
-    with pytest.raises(UserError) as refusal:
-        save_own("Test", folder, rank, **parts("schedule" if rank else "none"))
-    return str(refusal.value)
-
-
-def test_an_object_on_one_worker_is_refused_by_all(tmp_path: Path):
-    first, second = run_distributed(unlike_workers, 2, str(tmp_path))
-    assert first == second and "Warmup" in first
+@on_ranks(2)
+def test_an_object_on_one_worker_is_refused_by_all(rank: int, tmp_path: Path):
+    said = refusal(save_own, "Test", str(tmp_path), rank, **parts("schedule" if rank else "none"))
+    assert "Warmup" in said and total_world_size(said) == [said] * 2
 
 
 def test_files_that_no_one_save_has_written_are_refused_by_all(tmp_path: Path):
