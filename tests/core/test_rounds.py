@@ -13,7 +13,6 @@ from core import CO2, CO2Config, UserError, make_method
 from core.baselines import LocalSGD, OverlapLocalSGD
 from core.baselines.table import METHODS
 from core.stats import RoundClock, RoundStats, ready
-from core.testing import run_distributed
 from tests import problems
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import Settings, flat, refusal, sgd_step, take_steps
@@ -134,9 +133,8 @@ def test_ddp_averages_a_buffer_that_the_model_has_replaced(rank: int):
     assert model.seen.tolist() == [2.0] * 2 and model.grown.tolist() == [3.0 + rank] * 3
 
 
-def statistics(rank: int, world_size: int, config: Settings) -> list[dict[str, float]]:
+def statistics(rank: int, config: Settings) -> list[dict[str, float]]:
     """Two elements; worker r's displacement in rounds 0, 1, 2 has the means (3, 4), (0, 2), (1, 1)."""
-    assert dist.get_world_size() == 2
     p = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     co2 = config.build([p])
     rounds = []
@@ -149,35 +147,28 @@ def statistics(rank: int, world_size: int, config: Settings) -> list[dict[str, f
     return rounds
 
 
-def test_statistics_of_each_round():
-    """beta = 1/2, alpha = 1/2, clip 3.5; Lambda by element with c = sqrt(2) in the third round."""
-    config = Settings(tau=1, outer_momentum=0.5, outer_lr=0.5, clip=3.5)
-    results = run_distributed(statistics, 2, config)
-    for empty, second, third in results:
-        assert empty["pseudo_gradient_norm"] == empty["bytes_sent"] == 0.0
-        assert (second["round"], third["round"]) == (1, 2)
-        assert second["pseudo_gradient_norm"] == 5.0
-        assert (second["consensus_distance"], third["consensus_distance"]) == (
-            5.0,
-            2.0,
-        )  # one worker moves, the other stays
-        assert (second["gap_mean"], second["gap_max"]) == (1.0, 1.0)
-        assert second["clipped_share"] == 0.5  # (3, 4) -> (3, 3.5)
-        assert second["momentum_norm"] == pytest.approx((3**2 + 3.5**2) ** 0.5)
-        gaps = [1 + 0.5 * m / 2**0.5 for m in (3.0, 3.5)]  # Delta = (0, 2) has the RMS sqrt(2)
-        assert third["pseudo_gradient_norm"] == 2.0
-        assert third["gap_mean"] == pytest.approx(sum(gaps) / 2)
-        assert third["gap_max"] == pytest.approx(gaps[1])
-        assert third["clipped_share"] == 0.0
-        assert third["momentum_norm"] == pytest.approx((1.5**2 + (1.75 + 2 / gaps[1]) ** 2) ** 0.5)
-        # a ring of two sends the buffer once: 2 elements and 10 scalars of 8 bytes
-        assert second["bytes_sent"] == third["bytes_sent"] == 96
-        assert second["exposed_seconds"] >= 0 and second["allreduce_seconds"] > 0
+@on_ranks(2)
+def test_statistics_of_each_round(rank: int):
+    """beta = 1/2, alpha = 1/2, clip 3.5; Lambda by element with c = sqrt(2) in the third round. Then with one gap."""
+    empty, second, third = statistics(rank, Settings(tau=1, outer_momentum=0.5, outer_lr=0.5, clip=3.5))
+    assert empty["pseudo_gradient_norm"] == empty["bytes_sent"] == 0.0
+    assert (second["round"], third["round"]) == (1, 2)
+    assert second["pseudo_gradient_norm"] == 5.0
+    assert (second["consensus_distance"], third["consensus_distance"]) == (5.0, 2.0), "one worker moves alone"
+    assert (second["gap_mean"], second["gap_max"]) == (1.0, 1.0)
+    assert second["clipped_share"] == 0.5  # (3, 4) -> (3, 3.5)
+    assert second["momentum_norm"] == pytest.approx((3**2 + 3.5**2) ** 0.5)
+    gaps = [1 + 0.5 * m / 2**0.5 for m in (3.0, 3.5)]  # Delta = (0, 2) has the RMS sqrt(2)
+    assert third["pseudo_gradient_norm"] == 2.0
+    assert third["gap_mean"] == pytest.approx(sum(gaps) / 2)
+    assert third["gap_max"] == pytest.approx(gaps[1])
+    assert third["clipped_share"] == 0.0
+    assert third["momentum_norm"] == pytest.approx((1.5**2 + (1.75 + 2 / gaps[1]) ** 2) ** 0.5)
+    # a ring of two sends the buffer once: 2 elements and 10 scalars of 8 bytes
+    assert second["bytes_sent"] == third["bytes_sent"] == 96
+    assert second["exposed_seconds"] >= 0 and second["allreduce_seconds"] > 0
 
-
-def test_statistics_with_one_gap_and_a_clip():
-    config = Settings(tau=1, outer_momentum=0.0, outer_lr=0.5, gap="norm", clip=2.5)
-    _, second, third = run_distributed(statistics, 2, config)[0]
+    _, second, third = statistics(rank, Settings(tau=1, outer_momentum=0.0, outer_lr=0.5, gap="norm", clip=2.5))
     assert second["clipped_share"] == 1.0 and second["momentum_norm"] == pytest.approx(2.5 * 2**0.5)  # 5 before
     gap = 1 + 0.5 * 2.5 * 2**0.5 / 2.0
     assert third["gap_mean"] == third["gap_max"] == pytest.approx(gap)

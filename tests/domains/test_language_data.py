@@ -264,13 +264,11 @@ def test_gutenberg_and_wikitext_come_from_the_data_folder(cache, tmp_path, monke
     assert corpus.tokenizer.decode(tokens[:-1].tolist()) == " = Title = \n A <unk> text .\n"
 
 
+@pytest.mark.usefixtures("cache")
 def test_every_token_of_nanogpts_files_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CO2_DATA", str(tmp_path))
-    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
-    (folder := tmp_path / "openwebtext").mkdir()
     tokens = np.ones(3_000_000, np.uint16)
-    for name in ("train", "val"):
-        tokens.tofile(folder / f"{name}.bin")
+    folder = _nanogpt(tmp_path / "openwebtext", tokens)
     open_corpus("openwebtext", 50257)
     ends = 1_000_000  # tokens at each end of a file, which are checked whenever it is opened
     fail = lambda part, *_: len(part) <= ends or pytest.fail("checked again")  # noqa: E731
