@@ -21,6 +21,7 @@ from core.outer import FusedOuterStep
 from core.testing import run_distributed
 from core.testing.reference import Reference
 from tests import problems
+from tests.core.test_fragments import config as fragments_config
 from tests.core.test_resume import MERGES
 from tests.imports import ROOT
 from tests.on_ranks import alike, on_ranks, total_world_size
@@ -386,6 +387,8 @@ UNEVEN: dict[str, Callable[[list[Tensor]], Any]] = {
 }
 UNEVEN |= {kind.name: partial(kind, tau=3) for kind in (LocalSGD, SlowMo, OverlapLocalSGD)}
 UNEVEN["shard"] = lambda params: CO2(params, replace(LATE, tau=3).co2, shard=True)
+CUT: tuple[dict[str, Any], ...] = ({"fragments": 3}, {"fragments": 3, "delay": "auto"}, {"fragments": 6, "delay": 0})
+UNEVEN |= {str(c): lambda params, c=c: CO2(params, fragments_config(outer_momentum=0.3, **c)) for c in CUT}
 
 
 def uneven_twice(rank: int, build: Callable[[list[Tensor]], Any]) -> list[Tensor]:
