@@ -29,6 +29,7 @@ from pointcloud.sources import ShapeNet55
 from segmentation import train as script
 from segmentation.data import LoadImage, LoadMask, Scenes, build_dataset
 from segmentation.recipes import RECIPES
+from tests.damages import write_tar
 from training.data.images import read_mask
 from vision.data import Augmented, ImageNet
 from vision.train import PICTURES, spread
@@ -133,13 +134,8 @@ def picture(value: int = 0) -> bytes:
     return buffer.getvalue()
 
 
-def shard(folder: Path, members: list[tuple[str, bytes]], **how: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    with tarfile.open(folder / "0.tar", "w", **how) as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+def shard(folder: Path, members: list[tuple[str, bytes]]) -> Path:
+    write_tar(folder / "0.tar", members)
     return folder / "0.tar"
 
 

@@ -12,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples"
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results", "runs", "site")
 LINES = 110  # most of an example
 PREPARED = f"""
 import runpy, sys
@@ -58,13 +57,10 @@ EXAMPLES = {
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> str:
+def package(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder for PYTHONPATH that holds the installed wheel, so that no script imports the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, folder / "copy", ignore=NOT_COPIED)
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(folder / "dist")]
-    subprocess.run(build, cwd=folder / "copy", check=True, capture_output=True)
-    (wheel,) = (folder / "dist").glob("*.whl")
+    (wheel,) = dist.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(folder / "site")]
     subprocess.run([*install, str(wheel)], check=True, capture_output=True)
     found = "import co2_training; print(co2_training.__file__)"

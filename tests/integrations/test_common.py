@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,18 +66,6 @@ def test_a_checkpoint_of_a_cpu_has_no_random_state_for_a_gpu():
     expected = torch.rand(3)
     set_random_state(state, torch.device("cuda"))
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_numpys_scalars_in_a_schedule_are_restored(tmp_path: Path):
-    model = torch.nn.Linear(2, 2)
-    co2, first, second = CO2(model.parameters(), CO2Config(tau=2)), *(torch.optim.SGD(model.parameters()) for _ in "ab")
-    one, other = (torch.optim.lr_scheduler.LambdaLR(o, lambda step: np.cos(step / 10)) for o in (first, second))
-    first.step()
-    one.step()
-    save_own("Test", tmp_path, 0, schedule=one, optimizer=first, co2=co2)
-    load_own("Test", tmp_path, 0, schedule=other, optimizer=second, co2=co2)
-    assert isinstance(second.param_groups[0]["lr"], np.float64)
-    assert other.state_dict() == one.state_dict() and second.state_dict() == first.state_dict()
 
 
 class Warmup:
