@@ -21,6 +21,7 @@ from core.comm import BACKGROUND, AsyncAllReduce, ring_bytes
 from core.errors import UserError
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
+from tests.imports import ROOT
 from tests.on_ranks import on_ranks
 from tests.problems import Mean, refusal, sgd_step
 
@@ -213,7 +214,6 @@ def test_every_method_crosses_the_same_link(rank: int):
         assert time.perf_counter() - start >= 0.3 and waited >= (0.0 if name == "ddp" else 0.1), name
 
 
-ROOT = Path(__file__).resolve().parents[2]
 # A fresh process for each rank: those of run_distributed are forked from one that has imported nearly all of torch.
 SCRIPT = """
 import gc, sys

@@ -17,6 +17,7 @@ from core import outer
 from core.config import MERGES
 from core.outer import FusedOuterStep, OuterStep, Rule, keep_local
 from core.shares import make_outer_step
+from tests.imports import ROOT
 
 
 def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -193,9 +194,6 @@ def test_pieces_cover_a_transposed_tensor_in_order():
             parts = [part for group in groups for part in group]
             assert all(sum(part.numel() for part in group) <= limit for group in groups)
             assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), t.reshape(-1))
-
-
-ROOT = Path(__file__).parents[2]
 
 
 @cache

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.imports import ROOT
+
 FOLDER = ROOT / "examples"
 LINES = 110  # most of an example
 PREPARED = f"""

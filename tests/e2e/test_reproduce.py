@@ -18,6 +18,7 @@ from core.baselines.table import METHODS
 from results.collect import collect, keep_stand_ins, load_recipe, read_run
 from results.paper import SHORT, TABLES
 from tests.e2e.test_slurm import table_row
+from tests.imports import ROOT
 from training.recipe import flat, parse
 
 # -- tables from run folders ------------------------------------------------------------------------------------------
@@ -180,7 +181,6 @@ def test_the_first_steps_do_not_count_in_the_throughput(tmp_path: Path):
     assert not isinstance(run, str) and run.results["samples_per_second"] == 2 * 8192
 
 
-ROOT = Path(__file__).resolve().parents[2]
 THROUGHPUT = ["throughput", "throughput_roce"]
 ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
 

@@ -19,11 +19,11 @@ import reproduce
 from bench.cluster import hold_port
 from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
+from tests.imports import ROOT
 from training import checks
 from training.data.samples import per_worker
 from training.recipe import Recipe, parse
 
-ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("vision", "segmentation", "pointcloud", "gpt2", "roberta", "finetune")
 SCRIPTS = [f"slurm/{task}_{cluster}.sh" for task in TASKS for cluster in reproduce.NODES]
 

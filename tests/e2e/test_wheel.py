@@ -13,10 +13,10 @@ from packaging.requirements import Requirement
 
 from core import __version__
 from tests import documented
+from tests.imports import ROOT
 
 pytestmark = pytest.mark.slow  # `make test-examples` runs it, and .ci/run that
 
-ROOT = Path(__file__).resolve().parents[2]
 INFO = f"co2_training-{__version__}.dist-info"
 ABOUT = {f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE")}
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from core import UserError
+from tests.imports import ROOT
 from tests.scripts import refused
 from tests.training.live import Live
 from training.checks import held
@@ -125,7 +126,7 @@ def test_seconds_are_those_of_published_runs(cell: tuple[Any, ...]):
 
 def test_bytes_are_those_measured_on_an_emulated_cluster():
     """The peaks of the fullest rank under each layout of one island, of which results/dropped.md tells."""
-    found = json.loads((Path(__file__).parents[2] / "results/layouts.json").read_text())["bytes"]
+    found = json.loads((ROOT / "results/layouts.json").read_text())["bytes"]
     cluster = replace(CLUSTER, nodes=4, per_node=2)
     off = {}
     for name, (measured, _) in found.items():

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
 from core.tau import smallest_tau
+from tests.imports import ROOT
 from tests.scripts import refused
 from training.plan.command import main
 from training.plan.methods import METHODS, RECOMMENDED, Speed, Work, predict
 
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = ROOT / "results"
 LINK_DECIDES = 0.2  # predicted exposed share from which the link, and not the CPU, sets the speed
 GBIT = Work(parameters=125e6, step=0.5, gbit=1.0)
 
