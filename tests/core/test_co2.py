@@ -296,45 +296,38 @@ def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(r
     assert min(sum(total_world_size(merged[1:]), [])) < 6, "nothing was merged before the boundary"
 
 
-def evaluating(rank: int, world_size: int) -> dict[str, Any]:
-    late = {"gap": "none", "delay": "auto"}
-    methods = {
-        "keep_local": lambda p: replace(LATE, merge="keep_local", **late).build(p),
-        "overlap_local": lambda p: OverlapLocalSGD(p, LATE.tau),
-        "local": lambda p: LocalSGD(p, LATE.tau),
-    }
-    found: dict[str, Any] = {name: [] for name in methods}
-    for name, build in methods.items():
-        params = problems.odd_parameters()
+EVALUATED: dict[str, Callable[..., Any]] = {
+    "keep_local": replace(LATE, merge="keep_local", gap="none", delay="auto").build,
+    "overlap_local": partial(OverlapLocalSGD, tau=LATE.tau),
+    "local": partial(LocalSGD, tau=LATE.tau),
+}
+
+
+@on_ranks(2)
+def test_an_evaluation_sees_one_model_where_the_method_has_one(rank: int):
+    for name, build in EVALUATED.items():
+        params, trace = problems.odd_parameters(), []
         method = build(params)
         for step in range(STEPS + 3):
             sgd_step(params, rank, step)
             if method.step():
                 before = flat(params)
                 with method.averaged_model() as equal:
-                    found[name].append((equal, before, flat(params)))
-                found[name][-1] += (flat(params),)
+                    inside = flat(params)
+                assert equal and alike(inside), name
+                if name == "overlap_local":
+                    torch.testing.assert_close(inside, sum(total_world_size(before)) / 2, rtol=1e-12, atol=1e-12)
+                trace.append(flat(params))
+                assert torch.equal(trace[-1], before) or name == "keep_local", f"{name}: it changed the training"
         method.finish()
         with method.averaged_model() as equal:
-            found[name].append((equal, flat(params)))
-    return found
-
-
-def test_an_evaluation_sees_one_model_where_the_method_has_one():
-    zero, one = run_distributed(evaluating, 2)
-    for name in zero:
-        *rounds, (equal, end) = zero[name]
-        assert torch.equal(end, one[name][-1][1]) and equal, name
-        for (told, before, inside, after), (_, other, others_inside, _) in zip(rounds, one[name][:-1], strict=True):
-            assert told and torch.equal(inside, others_inside), name
-            assert torch.equal(after, before) or name == "keep_local", f"{name}: an evaluation changed the training"
-            if name == "overlap_local":
-                torch.testing.assert_close(inside, (before + other) / 2, rtol=1e-12, atol=1e-12)
-    # what is merged as soon as it is sent is not late: the specification's blocking rounds
-    blocking = train_reference(
-        replace(LATE, gap="none", merge="keep_local", delay=0), 2, STEPS + 3, flat(problems.odd_parameters())
-    )
-    assert_traces_equal([after for *_, after in zero["keep_local"][:-1]] + [zero["keep_local"][-1][1]], blocking)
+            trace.append(flat(params))
+        assert equal and alike(trace[-1]), name
+        if (
+            name == "keep_local"
+        ):  # what is merged as soon as it is sent is not late: the specification's blocking rounds
+            blocking = replace(LATE, gap="none", merge="keep_local", delay=0)
+            assert_traces_equal(trace, train_reference(blocking, 2, STEPS + 3, flat(problems.odd_parameters()), rank))
 
 
 @on_ranks(2)

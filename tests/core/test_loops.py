@@ -209,52 +209,28 @@ METHODS: dict[str, Callable[..., Any]] = {
 LEFT_ALONE = ("the paper's", "local")  # an evaluation does not change how these train
 
 
-def asked(rank: int, world_size: int) -> dict[str, Any]:
-    """By method: at_boundary and the closing of rounds after each step; what averaged_model() and sync_for_eval() say
-    then, and the models that they say it of."""
-    found: dict[str, Any] = {}
+@on_ranks(2)
+def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_it_is(rank: int):
+    """Also in mid-round: what averaged_model() and sync_for_eval() say, beside the models that they say it of."""
     for name, make in METHODS.items():
-        params = problems.odd_parameters()
+        params, seen, settled = problems.odd_parameters(), [], []
         with make(params) as method:
-            before, told, shared, settled = method.at_boundary, [], [], []
+            assert method.at_boundary
             for step in range(STEPS):
                 sgd_step(params, rank, step)
-                closed = method.step()
-                told.append((closed, method.at_boundary))
+                closes = step % TAU == TAU - 1
+                assert (method.step(), method.at_boundary) == (closes, closes), (name, step)
                 if name in LEFT_ALONE:
                     with method.averaged_model() as equal:
-                        shared.append((equal, flat(params)))
+                        seen.append((equal, flat(params)))
                 settled.append((method.sync_for_eval(), flat(params)))
         if name in LEFT_ALONE:
             with method.averaged_model() as equal:
-                shared.append((equal, flat(params)))
-        models = {"shared": shared, "settled": settled}
-        found[name] = {
-            "before": before,
-            "told": told,
-            "end": flat(params),
-            "closed": method.allreduce.group is None,
-        } | models
-    return found
-
-
-@pytest.fixture(scope="module")
-def answers() -> list[dict[str, Any]]:
-    return run_distributed(asked, 2)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_it_is(answers: list[Any], name: str):
-    """Also in mid-round."""
-    zero, one = (of_rank[name] for of_rank in answers)
-    assert zero["before"] is one["before"] is True
-    assert zero["told"] == one["told"] == [(s % TAU == TAU - 1,) * 2 for s in range(STEPS)]
-    for how in ("shared", "settled"):
-        for (told, a), (theirs, b) in zip(zero[how], one[how], strict=True):
-            assert told is theirs is torch.equal(a, b), how
-    at_boundaries = [told for told, _ in zero["settled"][TAU - 1 :: TAU]]
-    assert all(at_boundaries) is (name not in ("merged later", "overlap"))
-    assert torch.equal(zero["end"], one["end"]) and zero["closed"]
+                seen.append((equal, flat(params)))
+        assert all(told is alike(model) for told, model in seen + settled), name
+        at_boundaries = [told for told, _ in settled[TAU - 1 :: TAU]]
+        assert all(at_boundaries) is (name not in ("merged later", "overlap"))
+        assert alike(flat(params)) and method.allreduce.group is None
 
 
 def test_without_a_process_group_too():
