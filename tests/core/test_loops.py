@@ -92,7 +92,8 @@ def note(seen: set[str], method: Any, step: int) -> None:
         seen.add("mid-round" if (step + 1) % TAU else "boundary")
 
 
-def evaluations(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_evaluations_only_read(rank: int):
     """After every step. They only read, so bit for bit; in training mode they would move BatchNorm's statistics."""
 
     def evaluate(seen: set[str], mode: bool, parts: Parts, step: int) -> None:
@@ -111,7 +112,8 @@ def evaluations(rank: int, world_size: int) -> None:
         assert seen == ({"boundary", "mid-round"} if name in ("co2", "overlap_local") else set()), name
 
 
-def construction(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_construction_in_any_order(rank: int):
     """The optimiser made before or after the method, and frozen parameters given to both or to neither."""
     for name in NAMES:
         late = net(rank)  # the first worker's weights become everybody's
@@ -133,7 +135,8 @@ def tied_net(how: str) -> nn.Sequential:
     return nn.Sequential(first, nn.Tanh(), {"twice": first, "tied": last, "alike": copy.deepcopy(first)}[how])
 
 
-def tied_weights(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_tied_weight_is_one_tensor(rank: int):
     """A tied weight is one tensor, given once by parameters() or twice in a list: bit for bit as one layer's."""
     traces = {how: train(build("co2", tied_net(how)), rank)[:, :42] for how in ("twice", "tied", "alike")}
     model = tied_net("tied")
@@ -142,7 +145,9 @@ def tied_weights(rank: int, world_size: int) -> None:
     assert model[0].weight is model[2].weight
 
 
-def compiled(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_compiled_model_trains_as_a_plain_one(rank: int):
     """Both backends run the operations that were traced, so bit for bit, whichever module CO2 was given."""
     traces = {"plain": train(build("co2", net()), rank)}
     for backend, original in (("eager", True), ("aot_eager", False)):
@@ -164,7 +169,9 @@ def strides(model: nn.Module) -> list[tuple[int, ...]]:
     return [p.stride() for p in model.parameters()]
 
 
-def channels_last(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_model_may_be_converted_to_channels_last(rank: int):
     """Convolutions add in another order there. A model is converted before the method is made, or mid-round."""
     convert = partial(nn.Module.to, memory_format=torch.channels_last)
     contiguous, expected = strides(conv_net()), strides(convert(conv_net()))
@@ -180,18 +187,6 @@ def channels_last(rank: int, world_size: int) -> None:
         traces["before"] = train(build(name, convert(conv_net())), rank, look=partial(look, -1))
         traces["mid-round"] = train(build(name, conv_net()), rank, look=partial(look, 4))
         check(traces, tolerance=1e-9)
-
-
-TESTED = (evaluations, construction, tied_weights, compiled, channels_last)
-
-WHOLE = (compiled, channels_last)
-
-
-@pytest.mark.parametrize(
-    "loops", [pytest.param(loops, marks=pytest.mark.slow if loops in WHOLE else ()) for loops in TESTED]
-)
-def test_trains_as_in_the_plain_loop(loops: Any):
-    run_distributed(loops, 2)
 
 
 PAPERS = CO2Config(tau=TAU, outer_momentum=0.5)

@@ -190,8 +190,8 @@ def test_a_dropped_step_is_told_once_in_a_row_and_ten_end_the_run():
 # -- traffic --------------------------------------------------------------------------------------------------------
 
 
-def calls_of_a_step(rank: int, world_size: int) -> tuple[list[str], int]:
-    """What three steps call, and how many bytes the last one sends."""
+@on_ranks(4)
+def test_a_step_sends_three_numbers_to_each_worker_in_one_collective(rank: int):  # noqa: ARG001
     model = nn.Linear(1000, 10)
     zo = ZerothOrder(model, lr=0.01, timeout=60)
     called, send = [], dist.all_to_all_single
@@ -206,12 +206,7 @@ def calls_of_a_step(rank: int, world_size: int) -> tuple[list[str], int]:
         for _ in range(3):
             zo.step(lambda m: m.weight.sum(), count=2)
     zo.close()
-    return called, zo.stats.bytes_sent
-
-
-def test_a_step_sends_three_numbers_to_each_worker_in_one_collective():
-    for found in run_distributed(calls_of_a_step, 4):
-        assert found == (["torch.float64 (4, 3)"] * 3, 3 * 24)
+    assert called == ["torch.float64 (4, 3)"] * 3 and zo.stats.bytes_sent == 3 * 24
 
 
 # -- what is refused, and what is changed while it measures ---------------------------------------------------------
