@@ -171,17 +171,21 @@ def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> No
 VALIDATED, SAVED, CALLED = [8, 20, 32], [8, 16, 24, 32], 13  # within rounds, but for 13
 
 
+def saving(folder: str, step: int = CALLED) -> Any:
+    def save(trainer: Any, strategy: Any) -> None:
+        if trainer.global_step == step:
+            trainer.save_checkpoint(f"{folder}/mid.ckpt")
+
+    return save
+
+
 def held_run(rank: int, workers: int, folder: str) -> Any:
     """Validations, and checkpoints of ModelCheckpoint and of a call; then runs go on from these."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    def save(trainer: Any, strategy: Any) -> None:
-        if trainer.global_step == CALLED:
-            trainer.save_checkpoint(f"{folder}/mid.ckpt")
-
     files = ModelCheckpoint(f"{folder}/files", "{step}", every_n_train_steps=8, save_top_k=-1, save_last="link")
     asked: dict[str, Any] = dict(val_check_interval=8, devices=workers, enable_checkpointing=True)
-    whole = run(folder, after_batch=save, callbacks=[files], csv=True, **asked)
+    whole = run(folder, after_batch=saving(folder), callbacks=[files], csv=True, **asked)
     meets = {*VALIDATED, *SAVED, CALLED}
     plain.assert_equal(whole["trace"], plain.train(plain.shuffled(rank, workers), meets=meets))
     for step, path in ((24, "files/step=24.ckpt"), (CALLED, "mid.ckpt"), (32, "files/last.ckpt")):
@@ -215,12 +219,8 @@ def test_training_resumes_only_from_the_checkpoint_that_fit_is_given(rank: int, 
 
     folder = str(tmp_path)
 
-    def save(trainer: Any, strategy: Any) -> None:
-        if trainer.global_step == CALLED:
-            trainer.save_checkpoint(f"{folder}/mid.ckpt")
-
     quiet = {"limit_val_batches": 0, "devices": 2}
-    whole = run(folder, after_batch=save, **quiet)
+    whole = run(folder, after_batch=saving(folder), **quiet)
     weights = torch.load(f"{folder}/mid.ckpt", weights_only=True)["state_dict"]
     net = Net(7)
     net.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
@@ -335,12 +335,8 @@ def objects(rank: int, workers: int, folder: str) -> list[str]:
     """A schedule of NumPy's scalars goes on, and one that holds an object whose class is safe."""
     quiet: dict[str, Any] = dict(limit_val_batches=0, devices=workers, max_epochs=2)
 
-    def save(trainer: Any, strategy: Any) -> None:
-        if trainer.global_step == 12:
-            trainer.save_checkpoint(f"{folder}/mid.ckpt")
-
     def both(inner: Any) -> None:
-        whole = run(folder, after_batch=save, factor=Factor(inner), **quiet)
+        whole = run(folder, after_batch=saving(folder, 12), factor=Factor(inner), **quiet)
         again = run(folder, net=Net(7), factor=Factor(inner), resume=f"{folder}/mid.ckpt", **quiet)
         plain.assert_equal(again["trace"], whole["trace"][12:])
 
@@ -348,7 +344,7 @@ def objects(rank: int, workers: int, folder: str) -> list[str]:
     with torch.serialization.safe_globals([Inner]):
         both(Inner())
     with pytest.raises(UserError) as refusal:
-        run(folder, after_batch=save, factor=Factor(Inner()), **quiet)
+        run(folder, after_batch=saving(folder, 12), factor=Factor(Inner()), **quiet)
     return [str(refusal.value)]
 
 
