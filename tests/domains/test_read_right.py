@@ -150,13 +150,15 @@ A, ONE = ("a.jpg", picture(10)), ("a.cls", b"0")
         ([A, ONE, ("a.JPEG", picture())], "a.jpg and a.JPEG are two images"),
         ([A, ONE, ("./a.jpg", picture())], "a.jpg and ./a.jpg are two images"),
         ([A, ONE, ("b.jpg", picture()), ("b.cls", b"1"), ("a.cls", b"1")], "a.cls and a.cls are two classes"),
-        ([A, ONE, ("b.cls", b"1")], r"b.cls has no image next to it"),
+        ([A, ONE, ("b.cls", b"1")], "b.cls has no image next to it"),
+        ([A], "a has no a.cls next to it"),
+        ([("a.txt", b"")], "no image in it"),
         ([A, ("a.cls", b"1_0")], "a.cls holds b'1_0', not the number"),
         ([A, ("a.cls", b"1" * 30)], "a.cls holds b'1*', not the number"),
         ([A, ("a.cls", "3".encode("utf-16"))], "a.cls holds .*, not the number"),
     ],
 )
-def test_shards_that_say_two_things_are_refused(tmp_path: Path, members: list[tuple[str, bytes]], words: str):
+def test_shards_that_lack_or_contradict_are_refused(tmp_path: Path, members: list[tuple[str, bytes]], words: str):
     path = shard(tmp_path / "train", members)
     with pytest.raises(UserError, match=f"^{path}: .*{words}") as error:
         ImageNet(tmp_path / "train")
