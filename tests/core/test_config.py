@@ -18,6 +18,7 @@ from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, make_method, n
 from core.baselines import DiLoCo, DiLoCoConfig, LocalSGD, OverlapLocalSGD, SlowMo
 from core.baselines.local import OverlapLocalConfig, SlowMoConfig
 from core.compression.formats import NARROW_FORMATS
+from core.groups import local_world_size
 from core.hooks import Hook, Requests
 from core.integrations.optimizer import attach
 from core.testing.link import ThrottledLink
@@ -197,6 +198,15 @@ REFUSED: list[Any] = [
     (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
     (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
     (lambda: LocalSGD([torch.zeros(1, requires_grad=True)], tau=0), "tau=0", "1 or more"),
+    *(
+        (lambda make=make: make(nn.Sequential(nn.Linear(2, 2))), "parameters: one Sequential is given: ")
+        for make in (CO2, lambda given: CO2(given, shard=True), lambda given: LocalSGD(given, 2))
+    ),
+    (lambda: CO2(nn.Linear(2, 2).weight), "parameters: one Parameter is given: "),
+    (lambda: CO2(nn.Linear(2, 2).named_parameters()), "parameters: a tuple is among them: "),  # pyright: ignore
+    (lambda: CO2([*params(), None]), "parameters: a NoneType is among them: "),  # pyright: ignore
+    (lambda: attach(nn.Linear(1, 1), params()).__enter__(), "optimizer: a Linear is given: give a torch optimizer"),  # pyright: ignore
+    (lambda: local_world_size({"SLURM_TASKS_PER_NODE": "8(x2),4"}), "=8(x2),4: start equally many on each node"),
     (lambda: CO2(params(), model_params=nn.Linear(1, 1)), "one Linear", "give a list"),  # pyright: ignore
     (lambda: CO2(params(), model_params=[torch.ones(2)]), "1 model_params for 2 parameters", "one of each shape"),
     (lambda: CO2(params(), buffers=[torch.ones(1).expand(3)]), "shape (3,) is expanded", "clone()"),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, CollectiveError, CompressionConfig, UserError, make_method
+from core import CO2, CO2Config, CollectiveError, CompressionConfig, make_method
 from core.baselines import LocalSGD, OverlapLocalSGD
 from core.integrations.optimizer import attach
 from core.nodes import node_mesh
@@ -399,13 +399,6 @@ def test_with_a_mesh_it_is_sharded(rank: int):
             optimizer.step()
         assert type(co2).__name__ == "CO2" and co2.local_steps == STEPS % TAU
     assert alike(flat(net.parameters()))
-
-
-def test_what_is_no_optimiser_is_refused():
-    net = problems.small_net()
-    attached: Any = attach(net, net.parameters())  # pyright: ignore
-    with pytest.raises(UserError, match="optimizer: a Sequential is given: give a torch optimizer"), attached:
-        pass
 
 
 def test_an_error_in_the_block_leaves_no_hook():

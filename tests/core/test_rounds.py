@@ -185,21 +185,6 @@ def test_the_seconds_of_a_step_are_a_whole_steps(tau: int):
             assert float(co2.stats.step_seconds) >= 0.02
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (lambda net: net, "parameters: one Sequential is given: "),
-        (lambda net: net[0].weight, "parameters: one Parameter is given: "),
-        (lambda net: net.named_parameters(), "parameters: a tuple is among them: "),
-        (lambda net: [*net.parameters(), None], "parameters: a NoneType is among them: "),
-    ],
-)
-@pytest.mark.parametrize("build", [CO2, lambda given: CO2(given, shard=True), lambda given: LocalSGD(given, 2)])
-def test_what_are_no_tensors_is_refused_in_one_line(build: Any, given: Any, said: str):
-    with pytest.raises(UserError, match=f"^{said}[^\n]*$"):
-        build(given(nn.Sequential(nn.Linear(2, 2))))
-
-
 class Event:
     """A GPU's, at the `now` at which it was made, in milliseconds."""
 
