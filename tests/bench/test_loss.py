@@ -13,16 +13,7 @@ from bench.loss import __main__ as command
 from bench.loss import tasks
 from bench.loss.__main__ import Options, Plan, Rows, Stack, parse, run, search, train
 from bench.loss.methods import CUTS, Fragments, parts_of
-from bench.loss.tasks import (
-    TASKS,
-    ByteGPT,
-    Inner,
-    Task,
-    labelled_draw,
-    load_task,
-    next_loss,
-    with_muon,
-)
+from bench.loss.tasks import TASKS, ByteGPT, Inner, Task, labelled_draw, load_task, next_loss, with_muon
 from core import UserError
 from tests.problems import small_net
 from tests.scripts import run_script

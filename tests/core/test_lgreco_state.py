@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from core import CO2, CO2Config, UserError
-from core.compression.lgreco.choices import (
-    BINS,
-    RAW,
-    Clock,
-    LGrecoConfig,
-    allocate,
-    family,
-    parse,
-    total,
-)
+from core.compression.lgreco.choices import BINS, RAW, Clock, LGrecoConfig, allocate, family, parse, total
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, written
 from tests.on_ranks import on_ranks, total_world_size
 from tests.problems import Mean

@@ -94,10 +94,7 @@ def parts(kind: str) -> dict[str, Any]:
     return {"optimizer": optimizer, "schedule": schedule, "co2": co2}
 
 
-PATHS = {
-    "optimizer": "optimizer.state.0.warmup",
-    "schedule": "schedule.lr_lambdas.0.steps",
-}
+PATHS = {"optimizer": "optimizer.state.0.warmup", "schedule": "schedule.lr_lambdas.0.steps"}
 
 
 @pytest.mark.parametrize("kind", PATHS)

@@ -97,16 +97,7 @@ def watcher(strategy: Any, after_batch: Any) -> Any:
 
 
 def run(
-    folder,
-    config=PAPER,
-    *,
-    net=None,
-    resume="",
-    validated="",
-    after_batch=None,
-    loading=0,
-    factor=None,
-    **changes,
+    folder, config=PAPER, *, net=None, resume="", validated="", after_batch=None, loading=0, factor=None, **changes
 ) -> Any:
     """Trains; a dictionary of what is looked at."""
     from lightning.pytorch import Trainer
