@@ -19,11 +19,11 @@ import torch
 from core.checkpoint.stored import file_digest, plain_makers
 
 
-def write_tar(path: Path, members: dict[str, Any], mode: Any = "w") -> None:
-    """members: name -> content, or the member itself, such as a link."""
+def write_tar(path: Path, members: dict[str, Any] | list[tuple[str, Any]], mode: Any = "w") -> None:
+    """members: name -> content, or the member itself, such as a link; a list may have a name twice."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode) as tar:
-        for name, content in members.items():
+        for name, content in members.items() if isinstance(members, dict) else members:
             if isinstance(content, tarfile.TarInfo):
                 tar.addfile(content)
             else:

@@ -255,5 +255,20 @@ def batch(worker: int, step: int, size: int = 4, dtype: torch.dtype = torch.floa
     return torch.randn(size, 6, generator=generator, dtype=dtype), torch.randint(3, (size,), generator=generator)
 
 
+def descent_of(net: nn.Module, per_node: int = 1) -> Callable[[Tensor, int], Tensor]:
+    """For Reference.run: each row's gradient of the net's loss, the mean over its node's ranks, [workers, n]."""
+    params = [*net.parameters()]
+
+    def of_rows(rows: Tensor, step: int) -> Tensor:
+        found = []
+        for node, row in enumerate(rows):
+            nn.utils.vector_to_parameters(row.clone(), params)
+            losses = [loss(net, batch(node * per_node + i, step)) for i in range(per_node)]
+            found.append(flat(torch.autograd.grad(torch.stack(losses).mean(), params)))
+        return torch.stack(found)
+
+    return of_rows
+
+
 def loss(model: Callable[[Tensor], Tensor], data: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(data[0]), data[1])

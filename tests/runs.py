@@ -1,14 +1,30 @@
 """Runs of small models, a step at a time, and what their folders say."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from core import CO2Config
 from training.loop.progress import Actions
 from training.loop.run import Run
-from training.optim import make_optimizer, make_schedule
+from training.optim import OptimConfig, make_optimizer, make_schedule
+from training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Toy(Recipe):
+    """A recipe of a test: rounds of three steps, a logged line every four."""
+
+    name: str = "toy"
+    co2: CO2Config = CO2Config(tau=3)
+    optim: OptimConfig = OptimConfig("adamw", lr=0.01, warmup_steps=8)
+    batch_size: int = 12
+    log_every: int = 4
+    checkpoint_every: Any = 0
+    device: Any = "cpu"
 
 
 class Loop:

@@ -21,6 +21,7 @@ from core.outer import FusedOuterStep
 from core.testing import run_distributed
 from core.testing.reference import Reference
 from tests import problems
+from tests.core.test_fragments import config as fragments_config
 from tests.core.test_resume import MERGES
 from tests.imports import ROOT
 from tests.on_ranks import alike, on_ranks, total_world_size
@@ -88,10 +89,6 @@ def optimizer_step(model: nn.Module, optimizer: Any, schedule: Any, worker: int,
     schedule.step()
 
 
-def train_nets(rank: int, world_size: int) -> dict[str, list[Tensor]]:
-    return {name: train_net(rank, name) for name in ("sgd", "adamw")}
-
-
 def train_net(rank: int, name: str) -> list[Tensor]:
     model = problems.small_net()
     optimizer, schedule = inner(model, name)
@@ -117,12 +114,10 @@ def train_net_in_one_process(world_size: int, name: str) -> list[Tensor]:
     return [*rounds, ref.x[0].clone()]
 
 
-def test_momentum_and_a_decaying_schedule():
-    results = run_distributed(train_nets, 2)
+@on_ranks(2)
+def test_momentum_and_a_decaying_schedule(rank: int):
     for name in ("sgd", "adamw"):
-        expected = train_net_in_one_process(2, name)
-        for result in results:
-            assert_traces_equal(result[name], expected)
+        assert_traces_equal(train_net(rank, name), train_net_in_one_process(2, name))
 
 
 def three_dtypes() -> list[nn.Parameter]:
@@ -140,13 +135,15 @@ def check_dtypes(rank: int, config: Settings, float64: float, float32: float, bf
         assert ((ours - want).abs() <= allowed * (1 + want.abs())).all()
 
 
-@pytest.mark.parametrize(
-    ("gap", "float64", "float32"), [("none", 1e-12, 1e-6), ("elementwise", 3e-3, 3e-3), ("norm", 3e-3, 3e-3)]
-)
 @on_ranks(2)
-def test_several_dtypes_in_one_model(rank: int, gap: Any, float64: float, float32: float):
+def test_several_dtypes_in_one_model(rank: int):
     """Without a gap the dtypes are independent; else bfloat16's rounding is in the norms."""
-    check_dtypes(rank, Settings(tau=2, outer_momentum=0.3, outer_lr=0.6, gap=gap, clip=0.2), float64, float32, 0.02)
+    paper = Settings(tau=2, outer_momentum=0.3, outer_lr=0.6, clip=0.2)
+    for gap, float64, float32 in (("none", 1e-12, 1e-6), ("elementwise", 3e-3, 3e-3), ("norm", 3e-3, 3e-3)):
+        check_dtypes(rank, replace(paper, gap=gap), float64, float32, 0.02)
+    for changes in WIDE:
+        late = replace(LATE, tau=2 + (changes.get("delay") == 2), gap="none", allow_unstable=True)
+        check_dtypes(rank, replace(late, **changes), 1e-12, 1e-6, 0.03)
 
 
 @on_ranks(3)
@@ -260,11 +257,17 @@ def merge_grid() -> list[Settings]:
     return configs
 
 
+def nesterov_merges() -> list[Settings]:
+    """Nesterov's step with every merge and delay, and every penalty that goes with it."""
+    return [replace(c, nesterov=True, allow_unstable=True) for c in merge_grid() if c.outer_momentum]
+
+
 GRIDS: dict[str, tuple[list[Settings], slice, int]] = {  # settings; the corners: every value of every one; the steps
     "late": (grid(), slice(None, None, 7), STEPS),
     "nesterov": (nesterov_grid(), slice(None, None, 4), STEPS),
     "blocking": (merge_grid()[:2], slice(None), STEPS + 3),
     "merges": (merge_grid()[2:], slice(None, None, 5), STEPS + 3),
+    "nesterov merges": (nesterov_merges(), slice(None, None, 2), STEPS + 3),
 }
 
 
@@ -293,45 +296,38 @@ def test_replicas_stay_equal_though_each_worker_merges_when_its_own_copy_lands(r
     assert min(sum(total_world_size(merged[1:]), [])) < 6, "nothing was merged before the boundary"
 
 
-def evaluating(rank: int, world_size: int) -> dict[str, Any]:
-    late = {"gap": "none", "delay": "auto"}
-    methods = {
-        "keep_local": lambda p: replace(LATE, merge="keep_local", **late).build(p),
-        "overlap_local": lambda p: OverlapLocalSGD(p, LATE.tau),
-        "local": lambda p: LocalSGD(p, LATE.tau),
-    }
-    found: dict[str, Any] = {name: [] for name in methods}
-    for name, build in methods.items():
-        params = problems.odd_parameters()
+EVALUATED: dict[str, Callable[..., Any]] = {
+    "keep_local": replace(LATE, merge="keep_local", gap="none", delay="auto").build,
+    "overlap_local": partial(OverlapLocalSGD, tau=LATE.tau),
+    "local": partial(LocalSGD, tau=LATE.tau),
+}
+
+
+@on_ranks(2)
+def test_an_evaluation_sees_one_model_where_the_method_has_one(rank: int):
+    for name, build in EVALUATED.items():
+        params, trace = problems.odd_parameters(), []
         method = build(params)
         for step in range(STEPS + 3):
             sgd_step(params, rank, step)
             if method.step():
                 before = flat(params)
                 with method.averaged_model() as equal:
-                    found[name].append((equal, before, flat(params)))
-                found[name][-1] += (flat(params),)
+                    inside = flat(params)
+                assert equal and alike(inside), name
+                if name == "overlap_local":
+                    torch.testing.assert_close(inside, sum(total_world_size(before)) / 2, rtol=1e-12, atol=1e-12)
+                trace.append(flat(params))
+                assert torch.equal(trace[-1], before) or name == "keep_local", f"{name}: it changed the training"
         method.finish()
         with method.averaged_model() as equal:
-            found[name].append((equal, flat(params)))
-    return found
-
-
-def test_an_evaluation_sees_one_model_where_the_method_has_one():
-    zero, one = run_distributed(evaluating, 2)
-    for name in zero:
-        *rounds, (equal, end) = zero[name]
-        assert torch.equal(end, one[name][-1][1]) and equal, name
-        for (told, before, inside, after), (_, other, others_inside, _) in zip(rounds, one[name][:-1], strict=True):
-            assert told and torch.equal(inside, others_inside), name
-            assert torch.equal(after, before) or name == "keep_local", f"{name}: an evaluation changed the training"
-            if name == "overlap_local":
-                torch.testing.assert_close(inside, (before + other) / 2, rtol=1e-12, atol=1e-12)
-    # what is merged as soon as it is sent is not late: the specification's blocking rounds
-    blocking = train_reference(
-        replace(LATE, gap="none", merge="keep_local", delay=0), 2, STEPS + 3, flat(problems.odd_parameters())
-    )
-    assert_traces_equal([after for *_, after in zero["keep_local"][:-1]] + [zero["keep_local"][-1][1]], blocking)
+            trace.append(flat(params))
+        assert equal and alike(trace[-1]), name
+        if (
+            name == "keep_local"
+        ):  # what is merged as soon as it is sent is not late: the specification's blocking rounds
+            blocking = replace(LATE, gap="none", merge="keep_local", delay=0)
+            assert_traces_equal(trace, train_reference(blocking, 2, STEPS + 3, flat(problems.odd_parameters()), rank))
 
 
 @on_ranks(2)
@@ -358,13 +354,16 @@ def test_what_overlap_local_sgd_lends_it_takes_back(rank: int):
     assert min(stats["merge_seconds"], stats["exposed_seconds"]) > 0.1 and stats["merged_after"] == 3
 
 
-def test_merges_run_in_the_fast_pass_and_only_keep_local_holds_another_copy():
+def test_merges_run_in_the_fast_pass_and_what_a_rule_does_not_read_is_not_held():
     for merge in ("restart", "keep_local"):
         co2 = replace(LATE, merge=merge).build(problems.odd_parameters())
         assert all(isinstance(b, FusedOuterStep) for b in co2.fragments[0].outer_steps)
         assert set(co2.state) - {"outer_iterate", "outer_momentum"} == (
             {"snapshot"} if merge == "keep_local" else set()
         )
+    for gap, nesterov in product(("none", "norm", "elementwise"), (False, True)):
+        co2 = replace(LATE, gap=gap, nesterov=nesterov, allow_unstable=True).build(problems.odd_parameters())
+        assert ("outer_step" in co2.state) is (nesterov and gap != "none"), "a penalty reads the last step"
 
 
 def test_what_is_recommended_is_accepted():
@@ -374,22 +373,15 @@ def test_what_is_recommended_is_accepted():
     CO2([nn.Parameter(torch.ones(2))], config).finish()
 
 
-FEW = [MERGES[0], *(pytest.param(changes, marks=pytest.mark.slow) for changes in MERGES[1:3]), MERGES[4]]
-
-
-@pytest.mark.parametrize("changes", FEW, ids=str)
-@on_ranks(2)
-def test_16_bit_parameters(rank: int, changes: dict[str, Any]):
-    config = replace(LATE, tau=2 + (changes.get("delay") == 2), gap="none", allow_unstable=True)
-    check_dtypes(rank, replace(config, **changes), 1e-12, 1e-6, 0.03)
-
-
+WIDE = [changes for changes in MERGES[:5] if "compression" not in changes]
 UNEVEN: dict[str, Callable[[list[Tensor]], Any]] = {
     str(changes): replace(LATE, tau=3, **changes).build
     for changes in ({}, *MERGES, {"merge": "keep_local", "delay": "auto"})
 }
 UNEVEN |= {kind.name: partial(kind, tau=3) for kind in (LocalSGD, SlowMo, OverlapLocalSGD)}
 UNEVEN["shard"] = lambda params: CO2(params, replace(LATE, tau=3).co2, shard=True)
+CUT: tuple[dict[str, Any], ...] = ({"fragments": 3}, {"fragments": 3, "delay": "auto"}, {"fragments": 6, "delay": 0})
+UNEVEN |= {str(c): lambda params, c=c: CO2(params, fragments_config(outer_momentum=0.3, **c)) for c in CUT}
 
 
 def uneven_twice(rank: int, build: Callable[[list[Tensor]], Any]) -> list[Tensor]:
@@ -426,36 +418,18 @@ def test_finish_leaves_equal_workers_however_uneven_and_training_goes_on(rank: i
         torch.testing.assert_close(shared, plain, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("changes", FEW, ids=str)
 @on_ranks(2)
-def test_without_momentum_nothing_is_left_over_after_finish(rank: int, changes: dict[str, Any]):
+def test_without_momentum_nothing_is_left_over_after_finish(rank: int):
     """One object with finish() in the middle; and a new one from there on."""
-    config = replace(LATE, **{"tau": 3, "outer_momentum": 0.0, "clip": None, "gap": "none"} | changes)
-    ends = []
-    for anew in (False, True):
-        params = problems.odd_parameters()
-        co2 = config.build(params)
-        for steps in (range(5), range(5, 10)):
-            take_steps(co2, params, rank, steps)
-            co2.finish()
-            co2 = config.build(params) if anew else co2
-        ends.append(flat(params))
-    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
-
-
-HAND = Settings(tau=2, gap="none", outer_momentum=0.0, clip=None, allow_unstable=True)
-
-
-@on_ranks(2)
-def test_a_worker_that_finished_early_contributes_nothing(rank: int):
-    """Each local step goes down by 1; worker 0 makes 4 of them, worker 1 makes 7. Both send 2 and 2, then worker 1
-    alone 2 and 1: -2 - 2 - 2/2 - 1/2."""
-    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    co2, seen = replace(HAND, merge="keep_local").build([p]), []
-    for _ in range((4, 7)[rank]):
-        with torch.no_grad():
-            p.sub_(1.0)
-        if co2.step():
-            seen.append(p.item())
-    co2.finish()
-    assert [*seen, p.item()] == ([-2.0, -4.0, -6.0, -5.5] if rank else [-2.0, -4.0, -5.5])
+    for changes in WIDE:
+        config = replace(LATE, **{"tau": 3, "outer_momentum": 0.0, "clip": None, "gap": "none"} | changes)
+        ends = []
+        for anew in (False, True):
+            params = problems.odd_parameters()
+            co2 = config.build(params)
+            for steps in (range(5), range(5, 10)):
+                take_steps(co2, params, rank, steps)
+                co2.finish()
+                co2 = config.build(params) if anew else co2
+            ends.append(flat(params))
+        torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,9 +18,10 @@ from torch import nn
 from core import CO2, CO2Config, CompressionConfig, make_method
 from core.baselines.table import METHODS
 from core.comm import BACKGROUND, AsyncAllReduce, ring_bytes
-from core.errors import CollectiveError, UserError
+from core.errors import UserError
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
+from tests.imports import ROOT
 from tests.on_ranks import on_ranks
 from tests.problems import Mean, refusal, sgd_step
 
@@ -138,38 +138,8 @@ def test_nobody_trains_on_alone_after_close(rank: int):
     assert "close() has left" in refusal(mean.launch)
 
 
-@pytest.mark.parametrize("launched", [0, 3])
-def test_what_fails_names_its_round_from_0(launched: int, monkeypatch: pytest.MonkeyPatch):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mean = Mean([torch.ones(3)])
-    for _ in range(launched):
-        mean.launch()
-        mean.wait()
-    monkeypatch.setattr(dist, "all_reduce", Mock(side_effect=RuntimeError("gloo: gone")))
-    with pytest.raises(CollectiveError, match=f"the all-reduce of round {launched} failed"):
-        mean.launch()
-        mean.wait()
-    dist.destroy_process_group()
-
-
 def test_bytes_of_a_ring():
     assert [ring_bytes(1200, n) for n in (1, 2, 3, 4)] == [0, 1200, 1600, 1800]
-
-
-def fail_on_rank_1(rank: int, world_size: int) -> None:
-    if rank == 1:
-        time.sleep(0.3)  # by now the others wait for it
-        raise KeyError("deliberate")
-    dist.barrier()
-
-
-def test_the_first_error_is_raised_with_its_traceback():
-    """Rank 0 fails too, because its peer is gone; that error would hide the cause."""
-    with pytest.raises(RuntimeError) as caught:
-        run_distributed(fail_on_rank_1, 2)
-    text = str(caught.value)
-    assert text.startswith("rank 1:")
-    assert "Traceback" in text and "fail_on_rank_1" in text and "KeyError: 'deliberate'" in text
 
 
 def hang_on_rank_1(rank: int, world_size: int) -> None:
@@ -244,7 +214,6 @@ def test_every_method_crosses_the_same_link(rank: int):
         assert time.perf_counter() - start >= 0.3 and waited >= (0.0 if name == "ddp" else 0.1), name
 
 
-ROOT = Path(__file__).resolve().parents[2]
 # A fresh process for each rank: those of run_distributed are forked from one that has imported nearly all of torch.
 SCRIPT = """
 import gc, sys

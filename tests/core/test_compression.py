@@ -24,7 +24,7 @@ from core.testing import run_distributed
 from core.testing.link import ThrottledLink
 from tests import problems
 from tests.dispatch import Operations
-from tests.on_ranks import alike, on_ranks
+from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import Mean, Settings
 from training.data.samples import generator
 
@@ -144,18 +144,6 @@ def test_another_backend_is_refused_with_the_reason():
     text = "compression.format='int8' over fake backend for cpu tensors: only gloo and nccl are supported, or use "
     text += "compression.format float32"
     assert str(caught.value) == text
-
-
-def test_two_devices_are_refused():
-    with pytest.raises(UserError, match="on cpu, meta: .* one device, or use compression.format float32"):
-        CompressionConfig("int4").check([torch.zeros(3), torch.zeros(3, device="meta")], None)
-
-
-def test_an_unknown_format_is_refused():
-    unknown: Any = "fp8"
-    with pytest.raises(UserError) as caught:
-        CompressionConfig(unknown)
-    assert str(caught.value) == f"compression.format='fp8': choose one of {', '.join(NARROW_FORMATS)}, lgreco, auto"
 
 
 ROUNDS = 3
@@ -303,11 +291,14 @@ def move(rank: int) -> Tensor:
 
 
 MOVES = 28
+PLAIN = Settings(
+    tau=1, outer_momentum=0.0, outer_lr=1.0, gap="none", clip=None, allow_unstable=True, delay=0, compression="int4"
+)
 
 
-def constant_moves(rank: int, world_size: int) -> list[tuple[Tensor, list[Tensor]]]:
-    """MOVES rounds of `move` with each delay: parameters, state. finish() now and then sends means of nothing."""
-    found = []
+@on_ranks(3)
+def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away(rank: int):
+    """What arrived and what is held back are the sum of all moves: finish() sends means that nobody uses."""
     for delay in (0, 1):
         p = nn.Parameter(torch.zeros(20, dtype=torch.float64))
         co2 = replace(PLAIN, delay=delay).build([p])
@@ -318,24 +309,12 @@ def constant_moves(rank: int, world_size: int) -> list[tuple[Tensor, list[Tensor
             if round % 10 == 9:
                 co2.finish()
         co2.finish()
-        found.append((p.detach().clone(), [f.clone() for fs in co2.reducer.state.values() for f in fs]))
-    return found
-
-
-PLAIN = Settings(
-    tau=1, outer_momentum=0.0, outer_lr=1.0, gap="none", clip=None, allow_unstable=True, delay=0, compression="int4"
-)
-
-
-def test_nothing_is_lost_not_even_where_empty_means_are_thrown_away():
-    """What arrived and what is held back are the sum of all moves: finish() sends means that nobody uses."""
-    for results in zip(*run_distributed(constant_moves, 3), strict=True):
-        own = sum(r[1][0][:20] for r in results) / 3
-        of_means = results[0][1][1][:20]  # all 20 elements are in worker 0's chunk
+        held = total_world_size([f[:20].clone() for fs in co2.reducer.state.values() for f in fs])
+        own, of_means = sum(errors[0] for errors in held) / 3, held[0][1]  # all elements are in worker 0's chunk
         assert own.abs().max() > 1e-3 and of_means.abs().max() > 1e-3, "both hold something back"
-        total = MOVES * sum(move(r) for r in range(3)) / 3
-        torch.testing.assert_close(own + of_means - results[0][0], total, rtol=0, atol=1e-11)
-        assert all(torch.equal(r[0], results[0][0]) for r in results)
+        total = MOVES * sum(map(move, range(3))) / 3
+        torch.testing.assert_close(own + of_means - p.detach(), total, rtol=0, atol=1e-11)
+        assert alike(p.detach())
 
 
 @on_ranks(3)
@@ -351,13 +330,6 @@ def test_one_workers_nan_reaches_nobody(rank: int):
             p[1300] = float("nan") if rank == 1 else 1.0
         co2.step()
         torch.testing.assert_close(p.detach(), want, rtol=0, atol=1.1 * 0.073)  # half a level
-
-
-def test_a_checkpoint_of_another_format_is_refused():
-    methods = [replace(BASE, compression=c).build([nn.Parameter(torch.zeros(3))]) for c in ("int8", "float32")]
-    for writer, reader in (methods, methods[::-1]):
-        with pytest.raises(UserError, match="checkpoint.*error_feedback"):
-            reader.load_state_dict(writer.state_dict())
 
 
 BLOCKS = {"bfloat16": 512, "int8": 260, "int4": 132}
@@ -412,11 +384,8 @@ def test_bytes_sent_by_hand(world_size: int):
     for counted in run_distributed(bytes_of_a_round, world_size, numel):
         assert counted["float32"][0] == ring_bytes(4 * (numel + 8 + world_size), world_size)
         for compression, size in BLOCKS.items():
-            assert (
-                counted[compression][0]
-                == counted[compression][1]
-                == others * (2 * blocks * size + (8 + world_size) * 4)
-            )
+            sent = others * (2 * blocks * size + (8 + world_size) * 4)
+            assert counted[compression][:2] == (sent, sent)
 
 
 COUNT = """

@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from core import CO2, CO2Config, CompressionConfig, make_method, node_mesh, save
+from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, make_method, node_mesh, save
 from core.baselines import DiLoCo, DiLoCoConfig, LocalSGD, OverlapLocalSGD, SlowMo
 from core.baselines.local import OverlapLocalConfig, SlowMoConfig
+from core.compression.formats import NARROW_FORMATS
+from core.groups import local_world_size
 from core.hooks import Hook, Requests
 from core.integrations.optimizer import attach
 from core.testing.link import ThrottledLink
@@ -67,12 +69,6 @@ def test_a_config_that_names_its_rule_is_told_nothing():
 )
 def test_many_long_rounds_have_outer_momentum(tau: Any, steps: int | None, momentum: float):
     assert CO2Config.recommended(steps=steps, tau=tau).outer_momentum == momentum
-
-
-def test_a_hook_goes_along_with_one_method():
-    requests = Requests("stop")
-    CO2(params(), hooks=[requests])
-    assert "make one for each" in refusal(lambda: CO2(params(), hooks=[requests]))
 
 
 @pytest.mark.parametrize("name", ["finished", "steps", "weight", "squares"])
@@ -164,11 +160,8 @@ def test_thawing_a_frozen_parameter_is_refused_at_the_boundary():
     assert "requires a gradient" in refusal(co2.step)
 
 
-def test_what_no_share_has_is_refused():
-    config = CO2Config(tau=3, compression=CompressionConfig("lgreco", like="int4"))
-    assert "no worker owns part of" in refusal(lambda: CO2(params(), config, shard=True))
-
-
+AUTO, INT8, LGRECO = CompressionConfig("auto"), CompressionConfig("int8"), CompressionConfig("lgreco", like="int4")
+PARTS: dict[str, Any] = {"tau": 6, "gap": "none", "merge": "keep_local", "outer_momentum": 0.0, "delay": 1}
 REFUSED: list[Any] = [
     (lambda: CO2Config.recommended(steps=80, tau=96), "tau=96 with steps=80", "a smaller tau"),
     (lambda: node_mesh(2, "cpu"), "node_mesh(2, 'cpu')", "give cuda or cpu, then the number of ranks"),  # pyright: ignore
@@ -205,6 +198,15 @@ REFUSED: list[Any] = [
     (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
     (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
     (lambda: LocalSGD([torch.zeros(1, requires_grad=True)], tau=0), "tau=0", "1 or more"),
+    *(
+        (lambda make=make: make(nn.Sequential(nn.Linear(2, 2))), "parameters: one Sequential is given: ")
+        for make in (CO2, lambda given: CO2(given, shard=True), lambda given: LocalSGD(given, 2))
+    ),
+    (lambda: CO2(nn.Linear(2, 2).weight), "parameters: one Parameter is given: "),
+    (lambda: CO2(nn.Linear(2, 2).named_parameters()), "parameters: a tuple is among them: "),  # pyright: ignore
+    (lambda: CO2([*params(), None]), "parameters: a NoneType is among them: "),  # pyright: ignore
+    (lambda: attach(nn.Linear(1, 1), params()).__enter__(), "optimizer: a Linear is given: give a torch optimizer"),  # pyright: ignore
+    (lambda: local_world_size({"SLURM_TASKS_PER_NODE": "8(x2),4"}), "=8(x2),4: start equally many on each node"),
     (lambda: CO2(params(), model_params=nn.Linear(1, 1)), "one Linear", "give a list"),  # pyright: ignore
     (lambda: CO2(params(), model_params=[torch.ones(2)]), "1 model_params for 2 parameters", "one of each shape"),
     (lambda: CO2(params(), buffers=[torch.ones(1).expand(3)]), "shape (3,) is expanded", "clone()"),
@@ -217,6 +219,37 @@ REFUSED: list[Any] = [
     (lambda: Requests("stop").ask("pause"), "ask('pause')"),
     (lambda: DiLoCo(params(), 4, CO2Config()), "give an object of DiLoCoConfig, or leave it out"),  # pyright: ignore
     (lambda: DiLoCo(params(), 4, DiLoCoConfig(outer_lr=0.0)), "outer_lr=0.0", "above 0"),
+    (lambda: [CO2(params(), hooks=[hook]) for hook in [Requests("stop")] * 2], "make one for each"),
+    (lambda: CO2(params(), CO2Config(compression=LGRECO), shard=True), "no worker owns part of"),
+    (lambda: CO2Config(fragments=0), "fragments=0", "give a whole number"),
+    (lambda: CO2Config(**PARTS | {"fragments": 2, "merge": "restart", "delay": 0}), "keep_local"),
+    (lambda: CO2Config(**PARTS | {"fragments": 7}), "fragments=7", "give at most tau=6"),
+    (lambda: CO2Config(**PARTS | {"fragments": 3, "delay": 3}), "one all-reduce is in flight at a time"),
+    (lambda: CompressionConfig("fp8"), "compression.format='fp8'", ", ".join([*NARROW_FORMATS, "lgreco", "auto"])),  # pyright: ignore
+    (lambda: CompressionConfig("int4").check([torch.zeros(3), torch.zeros(3, device="meta")], None), "on cpu, meta: "),
+    (lambda: CompressionConfig("lgreco"), "compression.like='': give int2"),
+    (lambda: CompressionConfig("lgreco", like="int7"), "compression.like='int7': give int2"),
+    (lambda: CompressionConfig("lgreco", like="top0.7"), "compression.like='top0.7': give"),
+    (lambda: CompressionConfig("lgreco", like="rank0"), "such as rank4"),
+    (lambda: CompressionConfig("lgreco", like="rank2.5"), "compression.like='rank2.5'"),
+    (lambda: CompressionConfig("lgreco", like="rank" + 400 * "9"), "such as rank4"),
+    (lambda: CompressionConfig("int4", like="int4"), "compression.like='int4' belongs to", "lgreco, not int4"),
+    (lambda: CompressionConfig("int4", lgreco=LGrecoConfig(every=3)), "belongs to compression.format lgreco, not"),
+    (lambda: LGrecoConfig(rule="best"), "compression.lgreco.rule='best': "),  # pyright: ignore
+    (lambda: LGrecoConfig(rule=5), "compression.lgreco.rule=5: "),  # pyright: ignore
+    (lambda: LGrecoConfig(every=0), "compression.lgreco.every=0: "),
+    (lambda: LGrecoConfig(first=1.5), "compression.lgreco.first=1.5: "),  # pyright: ignore
+    (lambda: LGrecoConfig(first=True), "compression.lgreco.first=True: "),
+    *(
+        (lambda n=n: make_method(n, nn.Linear(1, 1), ddp_compression=INT8), "'int8' is method ddp's own")
+        for n in ("co2", "local", "slowmo")
+    ),
+    (lambda: make_method("ddp", nn.Linear(1, 1), ddp_compression=AUTO), "format='auto' is CO2's own choice, from"),
+    (lambda: make_method("ddp", nn.Linear(1, 1), co2=CO2Config(compression=LGRECO)), "set ddp_compression"),
+    *(
+        (lambda n=n: make_method(n, nn.Linear(1, 1), co2=CO2Config(3, compression=AUTO)), "'auto' is CO2's own choice")
+        for n in ("local", "slowmo", "overlap_local")
+    ),
     (lambda: CO2(params(), schedule=lambda number: None), "gives None for round 0: return a dict"),  # pyright: ignore
     (lambda: CO2(params(), schedule=lambda n: {"gap": "norm"}), "the schedule changes gap: only tau, outer_lr"),
     (lambda: CO2(params(), CO2Config("auto"), schedule=lambda n: {"tau": 3}), "give numbers, or only auto"),

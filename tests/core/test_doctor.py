@@ -172,13 +172,8 @@ def doctor(rank: int, world_size: int, port: int, folder: str, change: str, *arg
         raise Ended(status)
 
     dist.destroy_process_group()
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     os.readlink = lambda path: str(rank // 2)  # of the network's namespace
     measure.MOST_BYTES, measure.MOST_ALONE = 1 << 20, 1 << 16
     exits, os._exit, sys.exit = (os._exit, sys.exit), end, end  # pyright: ignore

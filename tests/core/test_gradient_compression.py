@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from core import CO2Config, CollectiveError, CompressionConfig, LGrecoConfig, buckets, make_method
+from core import CollectiveError, CompressionConfig, LGrecoConfig, buckets, make_method
 from core.baselines.ddp import GradientCompression
 from core.buckets import Scalars, make_buckets
 from core.comm import AsyncAllReduce
@@ -392,30 +392,3 @@ def test_workers_with_other_shapes_are_told(rank: int):
         nn.init.zeros_(model.weight)
         text = refusal(make_method, "ddp", model, ddp_compression=compression, timeout=30.0)
         assert "workers differ: rank 0 has ((4, 40), 'torch.float32'), against ((40, 4), " in text
-
-
-AUTO, INT8 = CompressionConfig("auto"), CompressionConfig("int8")
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "said"),
-    [
-        *((name, {"ddp_compression": INT8}, "'int8' is method ddp's own") for name in ("co2", "local", "slowmo")),
-        ("ddp", {"ddp_compression": AUTO}, "compression.format='auto' is CO2's own choice, from measured times"),
-        (
-            "ddp",
-            {"co2": CO2Config(compression=LGRECO["int4"])},
-            "is CO2's own, method 'ddp' does not have it: set ddp_compression",
-        ),
-        *(
-            (
-                name,
-                {"co2": CO2Config(tau=3, compression=AUTO)},
-                "compression.format='auto' is CO2's own choice, from measured times",
-            )
-            for name in ("local", "slowmo", "overlap_local")
-        ),
-    ],
-)
-def test_a_format_that_the_method_does_not_have_is_refused(name: str, settings: dict[str, Any], said: str):
-    assert said in refusal(make_method, name, net(), **settings)

@@ -1,15 +1,13 @@
 """What crosses between a device and its host, with stand-ins for a GPU: copies, reads that wait, pinned memory."""
 
 import gc
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, CompressionConfig, buckets, local_update, make_method
+from core import CO2, CO2Config, buckets, local_update
 from core.buckets import on_device, pinned
 from core.comm import AsyncAllReduce
 from core.guards import workers
@@ -17,47 +15,6 @@ from core.outer import OuterStep
 from tests import problems
 from tests.dispatch import Operations
 from tests.problems import refusal
-
-SIZE = 3000
-LIKE_RECOMMENDED = {"tau": 2, "outer_momentum": 0.0, "gap": "none", "clip": None, "merge": "keep_local", "delay": 1}
-METHODS: dict[str, Callable[[list[Tensor]], Any]] = {
-    "the paper's": lambda p: CO2(p, CO2Config(tau=2)),
-    "as recommended": lambda p: CO2(p, CO2Config(**LIKE_RECOMMENDED, compression=CompressionConfig("int4"))),
-    "lgreco": lambda p: CO2(p, CO2Config(tau=2, compression=CompressionConfig("lgreco", like="int4"))),
-    "shared": lambda p: CO2(p, CO2Config(tau=2), shard=True),
-    "nesterov": lambda p: CO2(p, CO2Config(tau=2, nesterov=True)),
-    "ddp": lambda p: make_method("ddp", nn.ParameterList(p))[1],
-}
-
-
-def device_copies() -> Operations:
-    """Stands in for a GPU's allocator: how many flat tensors lie on the device whenever an operation makes one there,
-    as all do but a copy to("cpu")."""
-    living: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def see(func: Any, args: Any, kwargs: Any, made: Any) -> int | None:
-        to_host = func is torch.ops.aten._to_copy.default and str(kwargs.get("device")) == "cpu"
-        if not isinstance(made, Tensor) or made.numel() < SIZE or to_host or made._is_view():
-            return None
-        living.add(made.untyped_storage())
-        return len(living)
-
-    return Operations(see)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_at_most_one_flat_tensor_is_copied_on_the_device(name: str):
-    params: list[Tensor] = [nn.Parameter(torch.linspace(-1, 1, SIZE))]
-    method = METHODS[name](params)
-    for _ in range(5):
-        with torch.no_grad():
-            params[0].mul_(0.9)
-        method.step()
-    with device_copies() as copies:
-        state = method.state_dict()
-    with device_copies() as back:
-        method.load_state_dict(state)
-    assert max([*copies.seen, *back.seen, 0]) <= 1
 
 
 def host_reads() -> Operations:
@@ -159,33 +116,6 @@ def test_memory_that_cannot_be_pinned_is_told_in_one_line(monkeypatch: pytest.Mo
     Cudart(monkeypatch, code=2)
     said = refusal(pinned, N, torch.float32)
     assert said.startswith("6000 bytes of the host's memory cannot be pinned") and said.endswith("leave out offload")
-
-
-def offloaded() -> tuple[CO2, list[Tensor], Tensor]:
-    params: list[Tensor] = [nn.Parameter(torch.linspace(-1, 1, N)), nn.Parameter(torch.ones(7))]
-    buffer = torch.zeros(5)
-    return CO2(params, CO2Config(tau=2), buffers=[buffer], offload=True), params, buffer
-
-
-def test_buffers_of_an_offloaded_model_cross_without_a_wait():
-    """Copies from and to the buffer and what is sent of it, and whether the host would wait for them."""
-    co2, params, buffer = offloaded()
-    memory = {t.untyped_storage().data_ptr() for t in (buffer, co2._own_buffers[0][1][0])}
-
-    def waits(func: Any, args: Any, kwargs: Any, made: Any) -> bool | None:
-        if func.overloadpacket not in (torch.ops.aten._foreach_copy_, torch.ops.aten.copy_):
-            return None
-        to, source = (list(t) if isinstance(t, list | tuple) else [t] for t in args[:2])
-        touched = any(t.untyped_storage().data_ptr() in memory for t in [*to, *source])
-        return not (len(args) > 2 and args[2]) if touched else None
-
-    with torch.no_grad(), Operations(waits) as copies:
-        for step in range(8):
-            buffer.fill_(step)
-            params[0].mul_(0.9)
-            co2.step()
-    within = 4  # from the buffer to what is kept of it, on the device, at each boundary
-    assert len(copies.seen) > within and sum(copies.seen) == within
 
 
 def test_a_flag_of_the_hosts_goes_along_with_a_kernel():

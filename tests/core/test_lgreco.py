@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2Config, UserError, make_method
+from core import CO2Config, make_method
 from core.compression.lgreco.choices import (
     Choice,
     Decider,
@@ -219,33 +220,6 @@ def test_choices_of_each_family():
     assert not offered[0][0] and any(offered[0]), "nor is a matrix sent as it is"
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"format": "lgreco"}, "compression.like='': give int2"),
-        ({"format": "lgreco", "like": "int7"}, "compression.like='int7': give int2"),
-        ({"format": "lgreco", "like": "top0.7"}, "compression.like='top0.7': give"),
-        ({"format": "lgreco", "like": "rank0"}, "such as rank4"),
-        ({"format": "lgreco", "like": "rank2.5"}, "compression.like='rank2.5'"),
-        ({"format": "lgreco", "like": "rank" + 400 * "9"}, "such as rank4"),
-        ({"format": "int4", "like": "int4"}, "compression.like='int4' belongs to compression.format lgreco, not int4"),
-        ({"format": "int4", "lgreco": LGrecoConfig(every=3)}, "belongs to compression.format lgreco, not int4"),
-    ],
-)
-def test_bad_settings(settings: dict[str, Any], text: str):
-    with pytest.raises(UserError) as caught:
-        CompressionConfig(**settings)
-    assert text in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("rule", "best"), ("rule", 5), ("every", 0), ("first", 1.5), ("first", True)]
-)
-def test_bad_lgreco_settings(name: str, value: Any):
-    with pytest.raises(UserError, match=f"compression.lgreco.{name}={value!r}: "):
-        LGrecoConfig(**{name: value})
-
-
 def made(config: CO2Config) -> tuple[nn.Sequential, torch.optim.Optimizer, Any]:
     model = net()
     return model, torch.optim.SGD(model.parameters(), lr=0.1), make_method("co2", model, co2=config, timeout=30.0)[1]
@@ -282,11 +256,13 @@ def test_one_workers_nan_reaches_nobody(rank: int):
 
 @on_ranks(2)
 def test_co2_resumes_with_its_allocation(rank: int):
-    for like in ("int4", "rank2"):
+    """Before the first decision, and after some."""
+    for like, at in product(("int4", "rank2", "top0.05"), (2, 8)):
         first, second = (made(CO2Config(tau=2, compression=LGRECO[like])) for _ in range(2))
-        go(first, rank, range(8))
+        go(first, rank, range(at))
         for to, saved in zip(second, [part.state_dict() for part in first], strict=True):
             to.load_state_dict(saved)
         for run in (first, second):
-            go(run, rank, range(8, 20))
-        assert torch.equal(ended(first)[0], ended(second)[0])
+            go(run, rank, range(at, 20))
+        (ours, chosen), (theirs, same) = ended(first), ended(second)
+        assert torch.equal(ours, theirs) and chosen == same, (like, at)

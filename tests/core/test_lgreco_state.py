@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from core import CO2, CO2Config, UserError
-from core.compression.lgreco.choices import (
-    BINS,
-    RAW,
-    Clock,
-    LGrecoConfig,
-    allocate,
-    family,
-    parse,
-    total,
-)
+from core.compression.lgreco.choices import BINS, RAW, Clock, LGrecoConfig, allocate, family, parse, total
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, written
 from tests.on_ranks import on_ranks, total_world_size
 from tests.problems import Mean
@@ -44,16 +35,6 @@ def train(mean: Mean, rounds: range, scale: Any = 1.0) -> None:
 
 def state_of(mean: Mean) -> list[torch.Tensor]:
     return [flat for flats in mean.reducer.state.values() for flat in flats]
-
-
-def going_on(first: Mean, setting: Any) -> Mean:
-    """Another one, with the state of the first."""
-    second = built(*setting)
-    for to, source in zip(state_of(second), state_of(first), strict=True):
-        assert to.shape == source.shape
-        to.copy_(source)
-    second.allreduce.restore(first.allreduce.launched, False)
-    return second
 
 
 @pytest.mark.parametrize("like", ["int4", "top0.01", "rank4"])
@@ -141,17 +122,6 @@ def test_nothing_is_lost_between_any_two_ways_of_sending(rank: int, workers: int
             told = f"{first} to {second}: "
             torch.testing.assert_close(landed + back, total, rtol=0, atol=1e-12, msg=lambda m, told=told: told + m)
         mean.close()
-
-
-@pytest.mark.parametrize("setting", SETTINGS[:4], ids=lambda s: s[0])
-@pytest.mark.parametrize("at", [1, 3, 4])
-def test_a_resumed_reducer_goes_on_bit_for_bit(setting: Any, at: int):
-    train(first := built(*setting), range(at))
-    second = going_on(first, setting)
-    for round in range(at, 7):
-        train(first, range(round, round + 1)), train(second, range(round, round + 1))
-        assert torch.equal(first.buckets[0].payload, second.buckets[0].payload), round
-        assert list(first.reducer.chosen) == list(second.reducer.chosen)
 
 
 def test_another_settings_checkpoint_is_refused_in_one_line():

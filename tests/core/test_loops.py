@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import CO2, CO2Config, CollectiveError, CompressionConfig, UserError, make_method
+from core import CO2, CO2Config, CollectiveError, CompressionConfig, make_method
 from core.baselines import LocalSGD, OverlapLocalSGD
 from core.integrations.optimizer import attach
 from core.nodes import node_mesh
@@ -92,7 +92,8 @@ def note(seen: set[str], method: Any, step: int) -> None:
         seen.add("mid-round" if (step + 1) % TAU else "boundary")
 
 
-def evaluations(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_evaluations_only_read(rank: int):
     """After every step. They only read, so bit for bit; in training mode they would move BatchNorm's statistics."""
 
     def evaluate(seen: set[str], mode: bool, parts: Parts, step: int) -> None:
@@ -111,7 +112,8 @@ def evaluations(rank: int, world_size: int) -> None:
         assert seen == ({"boundary", "mid-round"} if name in ("co2", "overlap_local") else set()), name
 
 
-def construction(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_construction_in_any_order(rank: int):
     """The optimiser made before or after the method, and frozen parameters given to both or to neither."""
     for name in NAMES:
         late = net(rank)  # the first worker's weights become everybody's
@@ -133,7 +135,8 @@ def tied_net(how: str) -> nn.Sequential:
     return nn.Sequential(first, nn.Tanh(), {"twice": first, "tied": last, "alike": copy.deepcopy(first)}[how])
 
 
-def tied_weights(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_tied_weight_is_one_tensor(rank: int):
     """A tied weight is one tensor, given once by parameters() or twice in a list: bit for bit as one layer's."""
     traces = {how: train(build("co2", tied_net(how)), rank)[:, :42] for how in ("twice", "tied", "alike")}
     model = tied_net("tied")
@@ -142,7 +145,9 @@ def tied_weights(rank: int, world_size: int) -> None:
     assert model[0].weight is model[2].weight
 
 
-def compiled(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_compiled_model_trains_as_a_plain_one(rank: int):
     """Both backends run the operations that were traced, so bit for bit, whichever module CO2 was given."""
     traces = {"plain": train(build("co2", net()), rank)}
     for backend, original in (("eager", True), ("aot_eager", False)):
@@ -164,7 +169,9 @@ def strides(model: nn.Module) -> list[tuple[int, ...]]:
     return [p.stride() for p in model.parameters()]
 
 
-def channels_last(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_model_may_be_converted_to_channels_last(rank: int):
     """Convolutions add in another order there. A model is converted before the method is made, or mid-round."""
     convert = partial(nn.Module.to, memory_format=torch.channels_last)
     contiguous, expected = strides(conv_net()), strides(convert(conv_net()))
@@ -182,18 +189,6 @@ def channels_last(rank: int, world_size: int) -> None:
         check(traces, tolerance=1e-9)
 
 
-TESTED = (evaluations, construction, tied_weights, compiled, channels_last)
-
-WHOLE = (compiled, channels_last)
-
-
-@pytest.mark.parametrize(
-    "loops", [pytest.param(loops, marks=pytest.mark.slow if loops in WHOLE else ()) for loops in TESTED]
-)
-def test_trains_as_in_the_plain_loop(loops: Any):
-    run_distributed(loops, 2)
-
-
 PAPERS = CO2Config(tau=TAU, outer_momentum=0.5)
 KEEP = replace(CO2Config.recommended(), tau=TAU)
 NARROW = replace(KEEP, delay=2, compression=CompressionConfig("int4"))
@@ -209,52 +204,28 @@ METHODS: dict[str, Callable[..., Any]] = {
 LEFT_ALONE = ("the paper's", "local")  # an evaluation does not change how these train
 
 
-def asked(rank: int, world_size: int) -> dict[str, Any]:
-    """By method: at_boundary and the closing of rounds after each step; what averaged_model() and sync_for_eval() say
-    then, and the models that they say it of."""
-    found: dict[str, Any] = {}
+@on_ranks(2)
+def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_it_is(rank: int):
+    """Also in mid-round: what averaged_model() and sync_for_eval() say, beside the models that they say it of."""
     for name, make in METHODS.items():
-        params = problems.odd_parameters()
+        params, seen, settled = problems.odd_parameters(), [], []
         with make(params) as method:
-            before, told, shared, settled = method.at_boundary, [], [], []
+            assert method.at_boundary
             for step in range(STEPS):
                 sgd_step(params, rank, step)
-                closed = method.step()
-                told.append((closed, method.at_boundary))
+                closes = step % TAU == TAU - 1
+                assert (method.step(), method.at_boundary) == (closes, closes), (name, step)
                 if name in LEFT_ALONE:
                     with method.averaged_model() as equal:
-                        shared.append((equal, flat(params)))
+                        seen.append((equal, flat(params)))
                 settled.append((method.sync_for_eval(), flat(params)))
         if name in LEFT_ALONE:
             with method.averaged_model() as equal:
-                shared.append((equal, flat(params)))
-        models = {"shared": shared, "settled": settled}
-        found[name] = {
-            "before": before,
-            "told": told,
-            "end": flat(params),
-            "closed": method.allreduce.group is None,
-        } | models
-    return found
-
-
-@pytest.fixture(scope="module")
-def answers() -> list[dict[str, Any]]:
-    return run_distributed(asked, 2)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_it_is(answers: list[Any], name: str):
-    """Also in mid-round."""
-    zero, one = (of_rank[name] for of_rank in answers)
-    assert zero["before"] is one["before"] is True
-    assert zero["told"] == one["told"] == [(s % TAU == TAU - 1,) * 2 for s in range(STEPS)]
-    for how in ("shared", "settled"):
-        for (told, a), (theirs, b) in zip(zero[how], one[how], strict=True):
-            assert told is theirs is torch.equal(a, b), how
-    at_boundaries = [told for told, _ in zero["settled"][TAU - 1 :: TAU]]
-    assert all(at_boundaries) is (name not in ("merged later", "overlap"))
-    assert torch.equal(zero["end"], one["end"]) and zero["closed"]
+                seen.append((equal, flat(params)))
+        assert all(told is alike(model) for told, model in seen + settled), name
+        at_boundaries = [told for told, _ in settled[TAU - 1 :: TAU]]
+        assert all(at_boundaries) is (name not in ("merged later", "overlap"))
+        assert alike(flat(params)) and method.allreduce.group is None
 
 
 def test_without_a_process_group_too():
@@ -428,13 +399,6 @@ def test_with_a_mesh_it_is_sharded(rank: int):
             optimizer.step()
         assert type(co2).__name__ == "CO2" and co2.local_steps == STEPS % TAU
     assert alike(flat(net.parameters()))
-
-
-def test_what_is_no_optimiser_is_refused():
-    net = problems.small_net()
-    attached: Any = attach(net, net.parameters())  # pyright: ignore
-    with pytest.raises(UserError, match="optimizer: a Sequential is given: give a torch optimizer"), attached:
-        pass
 
 
 def test_an_error_in_the_block_leaves_no_hook():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from core import CO2, CO2Config, UserError, make_method
+from core import CO2, CO2Config, make_method
 from core.comm import gather_parts, sum_parts
 from core.groups import local_world_size
 from core.nodes import node_mesh
@@ -42,11 +42,6 @@ def test_parts_are_summed_and_gathered(rank: int):
 )
 def test_workers_per_node_come_from_the_environment(env: dict[str, str], n: int):
     assert local_world_size(env) == n
-
-
-def test_unlike_numbers_of_workers_on_slurms_nodes_are_refused():
-    with pytest.raises(UserError, match="SLURM_TASKS_PER_NODE=8\\(x2\\),4: start equally many on each node"):
-        local_world_size({"SLURM_TASKS_PER_NODE": "8(x2),4"})
 
 
 @on_ranks(4)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from core import CO2, CO2Config, CompressionConfig, DivergedError, make_method
-from core.baselines.local import OverlapLocalConfig, SlowMoConfig
+from core.baselines.local import DiLoCoConfig, OverlapLocalConfig, SlowMoConfig
 from core.testing import run_distributed
 from tests import problems
 from tests.core.test_loops import net
@@ -98,6 +98,11 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
             "co2",
             {"co2": Settings(TAU, outer_momentum=beta, gap="none", clip=None, delay=0, compression="int4").co2},
         )
+    for key, own in (("diloco", DiLoCoConfig()), ("diloco .5 .4", DiLoCoConfig(0.5, 0.4))):
+        blocking = Settings(
+            TAU, own.outer_lr, own.outer_momentum, "none", clip=None, delay=0, nesterov=True, allow_unstable=True
+        )
+        runs |= {key: ("diloco", {"diloco": own}), f"co2 {key}": ("co2", {"co2": blocking.co2})}
     for key in ("local", "slowmo"):
         runs[f"{key} int4"] = key, {"co2": CO2Config(TAU, compression=CompressionConfig("int4"))}
     common = {"co2": CO2Config(tau=TAU)}
@@ -116,6 +121,12 @@ def traces() -> list[dict[str, list[Tensor]]]:
 def test_co2_without_delay_gap_and_clip_is_slowmo(traces: Any, settings: str):
     for of_rank in traces:
         assert_traces_equal(of_rank["co2" + settings], of_rank["slowmo" + settings], 1e-12)
+
+
+@pytest.mark.parametrize("key", ["diloco", "diloco .5 .4"])
+def test_with_nesterov_it_is_diloco(traces: Any, key: str):
+    for of_rank in traces:
+        assert_traces_equal(of_rank[key], of_rank[f"co2 {key}"], 1e-12)
 
 
 def test_beta_0_alpha_1_is_then_local_sgd(traces: Any):
@@ -166,7 +177,7 @@ def test_each_setting_of_the_baselines_changes_the_result(traces: Any):
                 assert (finals[a] - finals[b]).abs().max() > 1e-4, f"{a} and {b} gave the same parameters"
 
 
-@pytest.mark.parametrize("key", ["local", "slowmo", "co2", "local int4", "slowmo int4"])
+@pytest.mark.parametrize("key", ["local", "slowmo", "diloco", "co2", "local int4", "slowmo int4"])
 def test_blocking_methods_agree_bit_for_bit_at_every_boundary(traces: Any, key: str):
     for of_rank in traces:
         assert all(torch.equal(a, b) for a, b in zip(of_rank[key], traces[0][key], strict=True))

@@ -17,16 +17,11 @@ from core import outer
 from core.config import MERGES
 from core.outer import FusedOuterStep, OuterStep, Rule, keep_local
 from core.shares import make_outer_step
-from core.testing.reference import Reference
+from tests.imports import ROOT
 
 
 def vector(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor(values, dtype=dtype)
-
-
-def test_norm_runs_over_all_tensors():
-    tensors = [vector(3.0), torch.tensor([[0.0, 4.0], [12.0, 0.0]], dtype=torch.float64)]
-    assert outer.norm(tensors).item() == pytest.approx(13.0, rel=1e-15)
 
 
 def test_norm_accumulates_in_the_widest_dtype():
@@ -76,43 +71,6 @@ def test_nesterov_is_that_of_torch():
         m = outer.momentum(m, delta, 0.7)
         x = outer.outer_step(x, outer.nesterov(m, delta, 0.7), 0.3)
         torch.testing.assert_close(x, parameter.detach())
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 0.9])
-def test_settles_says_where_the_roots_of_the_recurrence_leave_the_unit_circle(beta: float, nesterov: bool):
-    """rho = 1: z^3 - (1 + beta) z^2 + (beta + alpha (1 + b)) z - alpha b, with b = beta under Nesterov, else 0."""
-    b = beta if nesterov else 0.0
-    for alpha in torch.linspace(0.01, 1.2, 120).tolist():
-        c = [alpha * -b, beta + alpha * (1 + b), -(1 + beta)]
-        companion = torch.tensor([[0, 0, -c[0]], [1, 0, -c[1]], [0, 1, -c[2]]], dtype=torch.float64)
-        modulus = torch.linalg.eigvals(companion).abs().max().item()
-        if abs(modulus - 1) > 1e-6:
-            assert outer.settles(alpha, beta, nesterov) == (modulus < 1)
-
-
-def test_local_steps_that_overshoot_diverge_where_settles_says_they_settle():
-    """rho = 1.5: the errors grow by sqrt(beta + rho alpha) = 1.118 a round."""
-    assert outer.settles(0.7, 0.2)
-    reference = Reference(vector(1.0).expand(2, 1).clone(), 5, 0.7, 0.2, "none", None)
-    errors = [abs(float(x)) for x in reference.run(lambda x, _: (1 + 0.5**0.2) * x, 1.0, 5 * 200)]
-    growth = (max(errors[-20:]) / max(errors[80:100])) ** (1 / (len(errors) - 100))
-    assert growth == pytest.approx((0.2 + 1.5 * 0.7) ** 0.5, abs=5e-3)
-
-
-def test_nothing_changes_its_arguments():
-    x = vector(1.0, -2.0, 3.0)
-    kept = x.clone()
-    for call in (
-        lambda: outer.gap_elementwise(x, x[0]),
-        lambda: outer.momentum(x, x, 0.5, x.abs()),
-        lambda: outer.clip_elements(x, 1.0),
-        lambda: outer.outer_step(x, x, 0.5),
-        lambda: keep_local(x, x, x),
-        lambda: outer.nesterov(x, x, 0.5),
-    ):
-        assert call().data_ptr() != x.data_ptr()
-        assert torch.equal(x, kept)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -236,9 +194,6 @@ def test_pieces_cover_a_transposed_tensor_in_order():
             parts = [part for group in groups for part in group]
             assert all(sum(part.numel() for part in group) <= limit for group in groups)
             assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), t.reshape(-1))
-
-
-ROOT = Path(__file__).parents[2]
 
 
 @cache

@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from core import CO2, CO2Config, CompressionConfig, UserError, load, save
 from core.baselines import OverlapLocalSGD
@@ -124,18 +122,27 @@ def test_a_light_checkpoint_equals_a_full_one_of_zero_residuals_and_rank_0s_mome
     first.end()
 
 
-FEW = [("the paper's", 6, 2), ("as recommended", 6, 2), *((name, 7, 2) for name in METHODS), ("the paper's", 7, 4)]
-SLOW = [("shared by all", 6, 2), ("overlap", 6, 2), ("the paper's", 7, 1)]
+FEW = [("the paper's", 6), ("as recommended", 6), *((name, 7) for name in METHODS)]
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("name", "at", "workers"), [*FEW, *(pytest.param(*s, marks=pytest.mark.slow) for s in SLOW)])
+@pytest.mark.parametrize(
+    ("workers", "cases"),
+    [
+        (2, FEW),
+        (4, [("the paper's", 7)]),
+        pytest.param(2, [("shared by all", 6), ("overlap", 6)], marks=SLOW),
+        pytest.param(1, [("the paper's", 7)], marks=SLOW),
+    ],
+)
 @on_ranks()
 def test_a_run_goes_on_bit_for_bit_at_a_boundary_and_in_mid_round(
-    rank: int, name: str, at: int, workers: int, tmp_path
+    rank: int, workers: int, cases: list[tuple[str, int]], tmp_path: Path
 ):
-    differ = goes_on_from_new_objects(rank, tmp_path, name, at)
-    if workers > 1 and (at == 7 or name == "as recommended"):
-        assert not alike(differ), "else one worker's parameters would do for all"
+    for name, at in cases:
+        differ = goes_on_from_new_objects(rank, tmp_path / f"{name} {at}", name, at)
+        if workers > 1 and (at == 7 or name == "as recommended"):
+            assert not alike(differ), "else one worker's parameters would do for all"
 
 
 def test_without_a_process_group(tmp_path: Path):
@@ -262,50 +269,6 @@ def test_a_folder_that_not_all_workers_share_is_one_line(rank: int, tmp_path: Pa
     said = refusal(Loop(rank).save, str(tmp_path / f"node{rank}"))
     assert "rank1.pt is missing: the folder must be one that all" in said and total_world_size(said) == [said] * 2
     assert not checkpoint.finished(tmp_path / f"node{rank}")
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_shards_go_on_bit_for_bit(rank: int, tmp_path: Path):
-    """FSDP2 in a node, over a mesh of torchtitan's names; AdamW's moments are shards, too."""
-    ends = []
-    for resumes in (False, True):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-        model = problems.small_net(torch.float32, seed=int(resumes))
-        fully_shard(model, mesh=mesh["dp_shard"])
-        optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-        co2 = CO2(model.parameters(), PAPERS, mesh=mesh)
-        first = load(tmp_path, model, optimizer, co2) if resumes else 0
-        assert first == 4 * resumes
-        for step in range(first, STEPS):
-            optimizer.zero_grad()
-            problems.loss(model, problems.batch(rank, step, dtype=torch.float32)).backward()
-            optimizer.step()
-            co2.step()
-            if step == 3:
-                save(tmp_path, model, optimizer, co2, step=4)
-        co2.finish()
-        ends.append(torch.cat([p.full_tensor().flatten() for p in model.parameters()]))
-        co2.close()
-    assert torch.equal(*ends) and alike(*ends)
-
-
-def test_training_without_gradients_has_no_optimiser(tmp_path: Path):
-    pytest.importorskip("transformers", reason="make test-lowest has none")
-    from language.zeroth import ZerothOrder
-
-    ends = []
-    for resumes in (False, True):
-        model = problems.small_net(seed=int(resumes))
-        zo = ZerothOrder(model, lr=0.1)
-        first = load(tmp_path, model, None, zo) if resumes else 0
-        for step in range(first or 0, STEPS):
-            zo.step(lambda m, step=step: problems.loss(m, problems.batch(0, step)), 4)
-            if step == 3:
-                save(tmp_path, model, None, zo, step=4)
-        zo.finish()
-        ends.append(flat(model.parameters()))
-    assert first == 4 and torch.equal(*ends)
 
 
 def test_a_kill_between_the_names_of_two_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -122,32 +122,10 @@ def test_its_example_runs():
     assert len(example.examples) == 7 and doctest.DocTestRunner().run(example).failed == 0
 
 
-def test_finish_applies_the_mean_in_flight_and_then_the_incomplete_round():
-    ref = Reference(torch.zeros(1, 1, dtype=torch.float64), tau=2, beta=0.0, gap="none", phi=None)
-    for _ in range(3):
-        ref.x -= 1.0
-        ref.local_step()
-    assert ref.x.item() == -1.0  # x_{1,0} = 0, and one local step
-    ref.finish()
-    assert ref.x.item() == -3.0  # 2 that were in flight, 1 of the incomplete round
-
-
 def run_quadratic(rho: Tensor, rounds: int, beta: float, alpha: float, gap: str = "none") -> list[Tensor]:
     """Loss x^2/2 in each direction with tau = 1 and the learning rate rho: one local step removes the share rho."""
     x = torch.ones(1, len(rho), dtype=torch.float64)
     return Reference(x, 1, alpha, beta, gap, phi=None).run(lambda rows, _: rows * rho, 1.0, rounds)
-
-
-@pytest.mark.parametrize("beta", [pytest.param(0.3, marks=pytest.mark.slow), 0.6])
-def test_nesterov_does_not_escape_its_limit(beta: float):
-    """(1 - beta^2) alpha + beta^2 alpha^2 = 1 - beta, in a direction that tau steps solve."""
-    b, c = (1 - beta**2) / beta**2, (1 - beta) / beta**2
-    limit, ends = (b**2 / 4 + c) ** 0.5 - b / 2, []
-    for share in (0.96, 1.04):
-        x = torch.ones(1, 1, dtype=torch.float64)
-        ref = Reference(x, 1, share * limit, beta, "none", None, nesterov=True)
-        ends.append(ref.run(lambda rows, _: rows, 1.0, 1500)[-1].abs().max().item())
-    assert ends[0] < 1e-4 and ends[1] > 1e3
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,7 @@ import pytest
 from tests.imports import PACKAGES, ROOT, TASKS, file_of, files, imports, needed, room_of
 
 CORE = {room_of(file) for file in files() if file.parts[0] == "core"}
-TRAINING = {
-    "training",
-    *(f"training.{room}" for room in ("start", "data", "layouts", "folder", "loop", "weights")),
-}
+TRAINING = {"training", *(f"training.{room}" for room in ("start", "data", "layouts", "folder", "loop", "weights"))}
 
 TOOLS = {"core.compression", "core.guards"}
 ARROWS: dict[str, set[str]] = {
@@ -37,13 +34,7 @@ ARROWS: dict[str, set[str]] = {
     # training, from how processes start to the loop and what is made of its weights
     "training.start": CORE,
     "training.data": {*CORE, "training.start"},
-    "training": {
-        *CORE,
-        "training.start",
-        "training.data",
-        "training.folder",
-        "training.loop",
-    },  # the last two: elastic.py
+    "training": {*CORE, "training.start", "training.data", "training.folder", "training.loop"},  # elastic.py: two
     "training.layouts": {*CORE, "training"},
     "training.folder": {*CORE, "training", "training.start"},
     "training.loop": {*CORE, *TRAINING - {"training.weights"}},
@@ -129,11 +120,8 @@ def test_what_the_imports_mean():
 
 
 FILES = [file for file in files() if file.parts[0] == "core"]
-OUTSIDE = {
-    "checkpoint/stored.py": {"numpy"},
-    "integrations/mmengine.py": {"mmengine"},
-}  # imported when used, as these are
-OUTSIDE |= {f"integrations/{name}.py": {name} for name in ("accelerate", "lightning", "transformers")}
+OUTSIDE = {"checkpoint/stored.py": {"numpy"}}  # imported when used
+OUTSIDE |= {f"integrations/{name}.py": {name} for name in ("accelerate", "lightning", "mmengine", "transformers")}
 OUTSIDE |= {name: {"triton"} for name in ("compression/outer_kernels.py", "compression/kernels.py")}
 
 

@@ -1,6 +1,5 @@
 """Schedules by hand, that CO2 follows them, and what a change of tau does to the outer step."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,19 +77,6 @@ def with_taus(method: Any, *taus: int) -> Any:
     """So many local steps a round, again and again; the first number is that of the method."""
     method.sync_schedule._given = lambda number: taus[number % len(taus)]
     return method
-
-
-def test_momentum_grows_with_tau():
-    """tau 1, 2, 4, 4; beta 0.5. m = 1; 0.5 x 2 x 1 + 2 = 3; 0.5 x 2 x 3 + 4 = 7; 0.5 x 7 + 4 = 7.5: per local step 1,
-    1.5, 1.75, 1.875, as with one tau. A round late the same movements come a round later."""
-    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    assert descend(CO2([p], BLOCKING, schedule=ramp_tau(4)), p, 11) == [-1, -4, -11, -18.5]
-    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    late = replace(BLOCKING, delay="boundary", allow_unstable=True)
-    assert descend(CO2([p], late, schedule=ramp_tau(4)), p, 15) == [0, -1, -4, -11, -18.5]
-    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    shared = CO2([p], late, schedule=ramp_tau(4), shard=True)
-    assert descend(shared, p, 15) == [0, -1, -4, -11, -18.5]
 
 
 def test_a_leap_of_tau_does_not_overshoot():

@@ -178,6 +178,7 @@ def test_the_cap_says_what_stays_exposed():
     assert tuner.tau == 10 and len(tuner.decisions) == 1
     assert "25 steps would outlast it" in tuner.decisions[0].reason
     assert "tau_max=10 leaves 0.4 s a round exposed" in tuner.decisions[0].reason
+    assert tuner.decisions[0].exposed_share == pytest.approx(0.5)
     assert TauTuner(tau_max=2).tau == 2
 
 
@@ -219,13 +220,10 @@ def test_a_wide_format_that_needs_more_steps_is_given_up():
     assert (tuner.compression, tuner.tau) == ("int8", 1)
 
 
-def test_where_a_wide_format_cannot_be_fresh_it_is_not_tried_and_a_cap_says_what_is_exposed():
+def test_where_a_wide_format_cannot_be_fresh_it_is_not_tried():
     tuner = TauTuner(192, compressions=NARROW_FORMATS)
     receives(tuner, 9, 0.2)
     assert (tuner.compression, tuner.tau) == ("int8", 3)
-    capped = TauTuner(4)
-    receives(capped, 9, 0.8)
-    assert capped.decisions[-1].exposed_share == pytest.approx(0.5)
 
 
 def test_the_recommended_settings_choose_the_format_and_a_given_tau_holds():
@@ -334,18 +332,6 @@ def test_a_link_that_slows_down_makes_rounds_longer(rank: int):
 
 
 @on_ranks(2)
-def test_uneven_workers_end_together_and_the_tuner_is_in_the_checkpoint(rank: int):
-    params = problems.odd_parameters()
-    co2 = CO2(params, AUTO, link=ThrottledLink(0.1))
-    paced(co2, params, rank, 30 + 9 * rank)  # rank 1 takes more steps
-    co2.finish()
-    again = CO2(problems.odd_parameters(), AUTO, link=ThrottledLink(0.1))
-    again.load_state_dict(co2.state_dict())
-    assert again.tau == co2.tau and again.hook(AdaptiveTau).state_dict() == co2.hook(AdaptiveTau).state_dict()
-    assert alike(flat(params)) and total_world_size(co2.tau) == [co2.tau] * 2
-
-
-@on_ranks(2)
 def test_where_means_merge_on_arrival_rounds_close_at_the_same_steps_from_the_first_on(rank: int):
     """Rank 1's steps take more than twice as long: the steps at which rounds closed, and all heard of a stop."""
     params = problems.odd_parameters()
@@ -450,6 +436,7 @@ def test_a_format_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoi
         other = CO2([nn.Parameter(params[0].detach().clone())], replace(config, compression=CompressionConfig("int8")))
         said = problems.refusal(other.load_state_dict, under_rank(state | {"in_flight": True}))
         assert said.startswith("the checkpoint holds an all-reduce in float32, and int8 cannot go on with it")
+    paced(co2, params, rank, 3 * rank, 0.0)  # rank 1 takes more steps
     co2.finish(), resumed.finish()
     compressions = [d.compression for d in co2.hook(AdaptiveTau).tuner.decisions]
     assert alike(flat(params)) and total_world_size((sent, compressions)) == [(sent, compressions)] * 2
@@ -469,17 +456,6 @@ def test_another_number_of_workers_measures_anew():
     before = len(tuner.decisions)
     feed(tuner, 20, 0.04, 1.0)
     assert tuner.compression != "float32" and len(tuner.decisions) > before
-
-
-@on_ranks(2)
-def test_workers_must_agree_on_the_setting(rank: int):
-    for other, differs in (
-        (replace(AUTO, tau=4), "tau=auto, against tau=4"),
-        (replace(AUTO, tau_max=9), "tau_max=192, "),
-    ):
-        said = problems.refusal(CO2, problems.odd_parameters(), other if rank else AUTO)
-        assert said.startswith(f"workers differ: rank 0 has {differs}") and said.endswith("give all workers the same")
-    CO2(problems.odd_parameters(), CO2Config.recommended(steps=400 - rank, tau=4))  # of uneven loaders
 
 
 def test_waits_of_a_worker_without_an_allreduce_do_not_pile_up():

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +23,9 @@ from core.config import MERGES
 from core.outer import OuterStep, Rule
 from core.shares import make_outer_step
 from tests.core.test_outer import BETA, DTYPES, RULES, SHAPES, flat, make
+from tests.imports import ROOT
 from training.data.samples import generator
 
-ROOT = Path(__file__).parents[2]
 ON_DEVICE = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 devices = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=ON_DEVICE)]

@@ -264,13 +264,11 @@ def test_gutenberg_and_wikitext_come_from_the_data_folder(cache, tmp_path, monke
     assert corpus.tokenizer.decode(tokens[:-1].tolist()) == " = Title = \n A <unk> text .\n"
 
 
+@pytest.mark.usefixtures("cache")
 def test_every_token_of_nanogpts_files_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CO2_DATA", str(tmp_path))
-    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
-    (folder := tmp_path / "openwebtext").mkdir()
     tokens = np.ones(3_000_000, np.uint16)
-    for name in ("train", "val"):
-        tokens.tofile(folder / f"{name}.bin")
+    folder = _nanogpt(tmp_path / "openwebtext", tokens)
     open_corpus("openwebtext", 50257)
     ends = 1_000_000  # tokens at each end of a file, which are checked whenever it is opened
     fail = lambda part, *_: len(part) <= ends or pytest.fail("checked again")  # noqa: E731
@@ -281,11 +279,7 @@ def test_every_token_of_nanogpts_files_is_checked_once(tmp_path: Path, monkeypat
     tokens.tofile(folder / "train.bin")
     with pytest.raises(UserError, match="train.bin holds token 60000, outside its vocabulary of 50257"):
         open_corpus("openwebtext", 50257)
-
-
-def test_wider_numbers_without_meta_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CO2_DATA", str(tmp_path))
-    _nanogpt(tmp_path / "openwebtext", [50256, 31848, 7, 11], "uint32")
+    np.array([50256, 31848, 7, 11], np.uint32).tofile(folder / "train.bin")
     with pytest.raises(UserError, match="train.bin: every second uint16 is 0, .*: write it as uint16"):
         open_corpus("openwebtext", 50257)
 

@@ -23,6 +23,7 @@ from language.lengths.dealt import Dealt, steps_ahead, text_documents
 from language.metrics import token_loss
 from language.prompts import prompt_documents
 from language.recipes import gpt2_pydoc_small
+from tests.problems import run_cases
 from tests.tiny_models import CONFIGS
 
 END = 0
@@ -241,11 +242,14 @@ def test_fewer_documents_than_workers_or_than_a_step_are_refused(monkeypatch: py
 
 
 def build(kind: str) -> nn.Module:
-    """A tiny model without dropout, in float64."""
+    """A tiny model without dropout, in float64. llama has fewer heads of keys, and a scale of scores of its own."""
     torch.manual_seed(0)
     if kind == "own gpt2":
         return models.build_model("gpt2_tiny", vocab_size=97, context=64, dropout=0.0).double()
-    return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]).eval().double()
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]).eval().double()
+    for layer in model.model.layers if kind == "llama" else ():
+        layer.self_attn.scaling *= 1.7
+    return model
 
 
 LENGTHS = [1, 2, 40, 3, 17, 1, 29, 8]
@@ -295,14 +299,20 @@ def test_packed_documents_are_those_of_a_row_each(kind: str):
     assert (loss64(mixed.logits, row.targets) - loss).abs() > 1e-4, "boundaries matter"
 
 
-def packed_on_ranks(rank: int, ranks: int, kind: str) -> float:
-    """The largest error of the summed gradients; the last rank has no documents."""
+RINGS = [  # the ranks that hold each document: of all four ranks, and without the last one, which has a filler
+    [(0,), (1, 3), (2, 0, 3, 1), (0, 1, 2, 3), (3, 2, 1), (2,), (1, 3), (0,)],
+    [(0,), (1, 0), (2, 0, 1), (0, 1), (2, 1), (2,), (1, 0), (0,)],
+]
+
+
+def packed_on_ranks(rank: int, ranks: int, kind: str, rings: list[tuple[int, ...]]) -> float:
+    """The largest error of the summed gradients. Without rings documents are whole, and the last rank has none."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     expected, reference = one_a_row(kind)
     model = build(kind)
     dealt.attend_to_documents(model)
-    row = dealt.pack(documents()[rank :: ranks - 1] if rank < ranks - 1 else [])
-    loss = packed_loss(model, row)
+    whole = dealt.pack(documents()[rank :: ranks - 1] if rank < ranks - 1 else [])
+    loss = packed_loss(model, dealt.pack_share(documents(), rings) if rings else whole)
     found = gradients(model, [loss])
     total = loss.detach()
     for t in (*found, total):
@@ -313,7 +323,14 @@ def packed_on_ranks(rank: int, ranks: int, kind: str) -> float:
 
 
 def test_packed_rows_of_several_ranks_sum_to_the_reference():
-    assert max(run_distributed(packed_on_ranks, 3, "gpt2")) < 1e-10
+    assert max(run_distributed(packed_on_ranks, 3, "gpt2", [])) < 1e-10
+
+
+@pytest.mark.slow  # four processes import transformers
+def test_documents_that_ranks_split_sum_to_the_reference():
+    cases = [(kind, rings) for kind in ("own gpt2", "llama") for rings in RINGS]
+    for case, errors in zip(cases, run_cases(packed_on_ranks, 4, cases, timeout=120), strict=True):
+        assert max(errors) < 1e-10, case
 
 
 def test_a_padded_batch_is_what_it_was():

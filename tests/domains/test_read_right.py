@@ -29,6 +29,7 @@ from pointcloud.sources import ShapeNet55
 from segmentation import train as script
 from segmentation.data import LoadImage, LoadMask, Scenes, build_dataset
 from segmentation.recipes import RECIPES
+from tests.damages import write_tar
 from training.data.images import read_mask
 from vision.data import Augmented, ImageNet
 from vision.train import PICTURES, spread
@@ -133,13 +134,8 @@ def picture(value: int = 0) -> bytes:
     return buffer.getvalue()
 
 
-def shard(folder: Path, members: list[tuple[str, bytes]], **how: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    with tarfile.open(folder / "0.tar", "w", **how) as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+def shard(folder: Path, members: list[tuple[str, bytes]]) -> Path:
+    write_tar(folder / "0.tar", members)
     return folder / "0.tar"
 
 
@@ -154,13 +150,15 @@ A, ONE = ("a.jpg", picture(10)), ("a.cls", b"0")
         ([A, ONE, ("a.JPEG", picture())], "a.jpg and a.JPEG are two images"),
         ([A, ONE, ("./a.jpg", picture())], "a.jpg and ./a.jpg are two images"),
         ([A, ONE, ("b.jpg", picture()), ("b.cls", b"1"), ("a.cls", b"1")], "a.cls and a.cls are two classes"),
-        ([A, ONE, ("b.cls", b"1")], r"b.cls has no image next to it"),
+        ([A, ONE, ("b.cls", b"1")], "b.cls has no image next to it"),
+        ([A], "a has no a.cls next to it"),
+        ([("a.txt", b"")], "no image in it"),
         ([A, ("a.cls", b"1_0")], "a.cls holds b'1_0', not the number"),
         ([A, ("a.cls", b"1" * 30)], "a.cls holds b'1*', not the number"),
         ([A, ("a.cls", "3".encode("utf-16"))], "a.cls holds .*, not the number"),
     ],
 )
-def test_shards_that_say_two_things_are_refused(tmp_path: Path, members: list[tuple[str, bytes]], words: str):
+def test_shards_that_lack_or_contradict_are_refused(tmp_path: Path, members: list[tuple[str, bytes]], words: str):
     path = shard(tmp_path / "train", members)
     with pytest.raises(UserError, match=f"^{path}: .*{words}") as error:
         ImageNet(tmp_path / "train")

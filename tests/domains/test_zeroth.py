@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import CollectiveError, DivergedError, UserError
+from core import CollectiveError, DivergedError, UserError, load, save
 from core.testing import run_distributed
 from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
 from language.zeroth.order import CHUNK, Noise, Place, digest
+from tests.on_ranks import on_ranks, total_world_size
 
 CPU = torch.device("cpu")
 SAMPLES = 12  # of a step, over all workers
@@ -158,7 +159,8 @@ def test_a_tensor_of_several_chunks_is_perturbed_and_updated_as_a_whole():
 # -- losses that are not finite -------------------------------------------------------------------------------------
 
 
-def one_is_nan(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_a_loss_that_is_not_finite_on_one_worker_drops_the_step_for_all(rank: int):
     model = Net()
     zo = ZerothOrder(model, lr=0.01, timeout=60)
     hashes = []
@@ -170,14 +172,8 @@ def one_is_nan(rank: int, world_size: int) -> list[str]:
         assert result.dropped == (step == 2)
         hashes.append(digest(list(model.parameters())))
     zo.close()
-    return hashes
-
-
-def test_a_loss_that_is_not_finite_on_one_worker_drops_the_step_for_all():
-    first, second = run_distributed(one_is_nan, 2)
-    assert first == second
-    assert first[1] == first[2], "nothing moved"
-    assert len(set(first)) == 11
+    assert total_world_size(hashes) == [hashes] * 2
+    assert hashes[1] == hashes[2] and len(set(hashes)) == 11, "nothing moved"
 
 
 def test_a_dropped_step_is_told_once_in_a_row_and_ten_end_the_run():
@@ -194,8 +190,8 @@ def test_a_dropped_step_is_told_once_in_a_row_and_ten_end_the_run():
 # -- traffic --------------------------------------------------------------------------------------------------------
 
 
-def calls_of_a_step(rank: int, world_size: int) -> tuple[list[str], int]:
-    """What three steps call, and how many bytes the last one sends."""
+@on_ranks(4)
+def test_a_step_sends_three_numbers_to_each_worker_in_one_collective(rank: int):  # noqa: ARG001
     model = nn.Linear(1000, 10)
     zo = ZerothOrder(model, lr=0.01, timeout=60)
     called, send = [], dist.all_to_all_single
@@ -210,12 +206,7 @@ def calls_of_a_step(rank: int, world_size: int) -> tuple[list[str], int]:
         for _ in range(3):
             zo.step(lambda m: m.weight.sum(), count=2)
     zo.close()
-    return called, zo.stats.bytes_sent
-
-
-def test_a_step_sends_three_numbers_to_each_worker_in_one_collective():
-    for found in run_distributed(calls_of_a_step, 4):
-        assert found == (["torch.float64 (4, 3)"] * 3, 3 * 24)
+    assert called == ["torch.float64 (4, 3)"] * 3 and zo.stats.bytes_sent == 3 * 24
 
 
 # -- what is refused, and what is changed while it measures ---------------------------------------------------------
@@ -288,25 +279,16 @@ DIFFERENCES = {
 }
 
 
-def differing(rank: int, world_size: int) -> list[str]:
-    """What is said where the workers differ in each of DIFFERENCES."""
-    said = []
-    for what in DIFFERENCES:
+@on_ranks(2)
+def test_workers_that_differ_are_refused(rank: int):
+    for what, message in DIFFERENCES.items():
         config = ZerothConfig(seed=rank if what == "seed" else 0)
         model = frozen_but("weight") if what == "frozen" and rank else Net()
         model = model.bfloat16() if what == "dtype" and rank else model
         kind = "a GPU" if what == "device" and rank else "cpu"
-        with mock.patch.object(Noise, "kind", kind):
-            with pytest.raises(UserError) as told:
-                ZerothOrder(model, config, lr=0.1, timeout=60)
-            said.append(str(told.value))
-    return said
-
-
-def test_workers_that_differ_are_refused():
-    for said in run_distributed(differing, 2):
-        for message, text in zip(DIFFERENCES.values(), said, strict=True):
-            assert text.startswith("workers differ: rank 0 has") and message in text
+        with mock.patch.object(Noise, "kind", kind), pytest.raises(UserError) as told:
+            ZerothOrder(model, config, lr=0.1, timeout=60)
+        assert str(told.value).startswith("workers differ: rank 0 has") and message in str(told.value)
 
 
 def test_nobody_trains_alone_where_others_were_started(monkeypatch: pytest.MonkeyPatch):
@@ -319,26 +301,19 @@ def test_nobody_trains_alone_where_others_were_started(monkeypatch: pytest.Monke
         zo.step(lambda m: 1.0, 1)
 
 
-def one_leaves(rank: int, world_size: int) -> str:
+@on_ranks(2, expect_death=(1,))
+def test_a_worker_that_is_gone_is_named(rank: int):
     zo = ZerothOrder(Net(), lr=0.1, timeout=3)
     if rank == 1:
         os._exit(0)
-    try:
+    with pytest.raises(CollectiveError, match="^rank 0: the scalars of step 0 did not come; no answer from rank 1"):
         zo.step(lambda m: 1.0, 1)
-    except CollectiveError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_worker_that_is_gone_is_named():
-    text = run_distributed(one_leaves, 2, expect_death=(1,))[0]
-    assert text.startswith("rank 0: the scalars of step 0 did not come; no answer from rank 1")
 
 
 # -- resuming and replaying -----------------------------------------------------------------------------------------
 
 
-def interrupted(rank: int, world_size: int, config: ZerothConfig) -> tuple[list, list, bytes]:
+def interrupted(rank: int, world_size: int, config: ZerothConfig, folder: str) -> tuple[list, list, bytes]:
     def new():
         model = Net()
         return model, ZerothOrder(model, config, lr=0.01, timeout=60)
@@ -346,8 +321,8 @@ def interrupted(rank: int, world_size: int, config: ZerothConfig) -> tuple[list,
     (model, zo), (other, resumed) = new(), new()
     for step in range(7):
         step_of(zo, step)
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(zo.state_dict())
+    other.back.bias.data.fill_(7.0)
+    assert save(folder, model, None, zo, step=7) and load(folder, other, None, resumed) == 7
     for step in range(7, 15):
         for each in (zo, resumed):
             step_of(each, step)
@@ -360,7 +335,7 @@ def interrupted(rank: int, world_size: int, config: ZerothConfig) -> tuple[list,
 
 def test_a_run_resumes_and_replays_bit_for_bit(tmp_path):
     config = ZerothConfig(pairs=False)
-    for unbroken, resumed, numbers in run_distributed(interrupted, 2, config):
+    for unbroken, resumed, numbers in run_distributed(interrupted, 2, config, str(tmp_path / "checkpoints")):
         assert len(numbers) == 8 * 15 and all(torch.equal(a, b) for a, b in zip(unbroken, resumed, strict=True))
     log = ScalarLog(0)
     log.g.frombytes(numbers)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.imports import ROOT
 from tests.runs import logged, rows, summary
 
-ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
 VISION = ("vision.train", "digits_small", "--batch_size", "48")
 OPTIONS = ("--elastic", "--device", "cpu", "--log_every", "1")

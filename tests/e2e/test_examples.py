@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.imports import ROOT
+
 FOLDER = ROOT / "examples"
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results", "runs", "site")
 LINES = 110  # most of an example
 PREPARED = f"""
 import runpy, sys
@@ -32,16 +32,14 @@ class Example(NamedTuple):
     torchvision: bool = False
     """Its library imports it, which training.prepared makes possible beside a CPU build of torch."""
     resumes: bool = False
-    """Given a folder, it goes on from the checkpoints there."""
+    """Given a folder, it goes on from the checkpoints there, and prints where. Its averages arrive when the network is
+    ready, so it does not repeat bit for bit."""
     options: str = "{folder}"
     """How a script that resumes is given its folder."""
     checkpoints: str = "step*"
     """The checkpoints in that folder."""
     needs: str = ""
     """A package that is not among the project's own, without which the script is skipped."""
-    says_step: bool = False
-    """It prints where it resumed. Its averages arrive when the network is ready, so it does not repeat bit for bit. The
-    other scripts that resume do."""
 
 
 EXAMPLES = {
@@ -49,31 +47,21 @@ EXAMPLES = {
     "hf_trainer": Example(accuracy=0.15, torchvision=True),
     "lightning_fit": Example(torchvision=True),
     "attach": Example(),
-    "fsdp2": Example(workers=4, resumes=True, says_step=True),
+    "fsdp2": Example(workers=4, resumes=True),
     "torchtitan_llama": Example(workers=4, needs="torchtitan"),
-    "nanogpt": Example(accuracy=0.35, resumes=True, says_step=True),
-    "timm_train": Example(
-        torchvision=True, resumes=True, options="--output {folder} --resume {folder}", says_step=True
-    ),
+    "nanogpt": Example(accuracy=0.35, resumes=True),
+    "timm_train": Example(torchvision=True, resumes=True, options="--output {folder} --resume {folder}"),
     "run_clm": Example(
-        accuracy=0.15,
-        torchvision=True,
-        resumes=True,
-        options="--output_dir {folder}",
-        checkpoints="checkpoint-*",
-        says_step=True,
+        accuracy=0.15, torchvision=True, resumes=True, options="--output_dir {folder}", checkpoints="checkpoint-*"
     ),
 }
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> str:
+def package(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder for PYTHONPATH that holds the installed wheel, so that no script imports the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, folder / "copy", ignore=NOT_COPIED)
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(folder / "dist")]
-    subprocess.run(build, cwd=folder / "copy", check=True, capture_output=True)
-    (wheel,) = (folder / "dist").glob("*.whl")
+    (wheel,) = dist.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(folder / "site")]
     subprocess.run([*install, str(wheel)], check=True, capture_output=True)
     found = "import co2_training; print(co2_training.__file__)"
@@ -128,14 +116,11 @@ def test_it_trains(name: str, package: str, tmp_path: Path):
 def test_it_trains_and_goes_on_from_its_checkpoint(name: str, package: str, tmp_path: Path):
     """A run whose last checkpoint is missing, as if it had been killed before, ends as it would have."""
     lines = run(name, package, tmp_path)
-    accuracy, example = check(name, lines), EXAMPLES[name]
+    accuracy = check(name, lines)
     step = lambda path: int(re.sub(r"\D", "", path.name))  # noqa: E731
-    *_, before, last = sorted((tmp_path / "checkpoints").glob(example.checkpoints), key=step)
+    *_, before, last = sorted((tmp_path / "checkpoints").glob(EXAMPLES[name].checkpoints), key=step)
     shutil.rmtree(last)
     again = run(name, package, tmp_path)
     assert last.exists()
-    if example.says_step:
-        assert "resumed at step 0" in lines and f"resumed at step {step(before)}" in again
-        assert abs(check(name, again) - accuracy) < 0.1
-    else:
-        assert again[-1] == lines[-1]
+    assert "resumed at step 0" in lines and f"resumed at step {step(before)}" in again
+    assert abs(check(name, again) - accuracy) < 0.1

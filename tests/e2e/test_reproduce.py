@@ -18,6 +18,7 @@ from core.baselines.table import METHODS
 from results.collect import collect, keep_stand_ins, load_recipe, read_run
 from results.paper import SHORT, TABLES
 from tests.e2e.test_slurm import table_row
+from tests.imports import ROOT
 from training.recipe import flat, parse
 
 # -- tables from run folders ------------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ def collected(folder: Path, *names: str) -> list[str]:
     return list(collect(tables, folder))
 
 
-def test_mean_and_deviation_over_seeds_beside_the_papers_value(tmp_path: Path):
+def test_mean_and_deviation_over_seeds_beside_the_papers_value_and_a_line_for_each_tau_and_world(tmp_path: Path):
     for seed, top1, rate in ((0, 0.75, 2.0), (1, 0.76, 3.0), (2, 0.80, 4.0)):  # deviations -2, -1, 3: sd^2 = 14 / 2
         results = {"test_top1": top1, "steps_per_second": rate, "hidden_share": 0.9 + seed / 100}
         make_run(tmp_path / "x" / str(seed), "vision", "imagenet_resnet50", seed=seed, results=results)
@@ -66,13 +67,11 @@ def test_mean_and_deviation_over_seeds_beside_the_papers_value(tmp_path: Path):
     assert "| ResNet-50 | ddp |  |  |  |  | not run |  |  | 76.92 ± 0.05 |" in lines
     assert "| Swin-T | slowmo |  |  |  |  | not run |  |  |  |" in lines, "the paper's value is unknown: empty"
     assert "Commits: abc1234." in lines and not any("Not counted" in line for line in lines)
-
-
-def test_one_seed_has_no_deviation_and_other_taus_and_worlds_have_their_own_lines(tmp_path: Path):
-    resnet50(tmp_path / "a", 0.75)
-    resnet50(tmp_path / "b", 0.70, tau=24, seed=1)
-    resnet50(tmp_path / "c", 0.65, workers=80, batch_size=8160)
-    rows = [line for line in collected(tmp_path, "imagenet") if line.startswith("| ResNet-50 | co2 |")]
+    # One seed has no deviation; other taus and worlds have their own lines.
+    resnet50(tmp_path / "one" / "a", 0.75)
+    resnet50(tmp_path / "one" / "b", 0.70, tau=24, seed=1)
+    resnet50(tmp_path / "one" / "c", 0.65, workers=80, batch_size=8160)
+    rows = [line for line in collected(tmp_path / "one", "imagenet") if line.startswith("| ResNet-50 | co2 |")]
     assert [row.split(" | ")[2:7] for row in rows] == [
         ["24", "128", "8192", "1", "70.00"],
         ["48", "80", "8160", "1", "65.00"],
@@ -182,7 +181,6 @@ def test_the_first_steps_do_not_count_in_the_throughput(tmp_path: Path):
     assert not isinstance(run, str) and run.results["samples_per_second"] == 2 * 8192
 
 
-ROOT = Path(__file__).resolve().parents[2]
 THROUGHPUT = ["throughput", "throughput_roce"]
 ROWS = [(name, row) for name, table in TABLES.items() for row in table.rows]
 

@@ -19,11 +19,11 @@ import reproduce
 from bench.cluster import hold_port
 from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
+from tests.imports import ROOT
 from training import checks
 from training.data.samples import per_worker
 from training.recipe import Recipe, parse
 
-ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("vision", "segmentation", "pointcloud", "gpt2", "roberta", "finetune")
 SCRIPTS = [f"slurm/{task}_{cluster}.sh" for task in TASKS for cluster in reproduce.NODES]
 
@@ -250,26 +250,20 @@ def begun(folder: Path, **env: str) -> subprocess.Popen[str]:
     return job
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_the_signal_reaches_the_workers_and_the_job_is_requeued(refused: bool, tmp_path: Path):
-    if refused:
+@pytest.mark.parametrize("case", ["requeued", "refused", "ended"])
+def test_the_signal_reaches_the_workers_and_the_job_is_requeued_unless_its_run_has_ended(case: str, tmp_path: Path):
+    """As where the signal came in its last minutes."""
+    if case == "refused":
         (tmp_path / "refuse").touch()
-    job = begun(tmp_path)
+    job = begun(tmp_path, **{"SUMMARY": '{"steps": 22}'} if case == "ended" else {})
     job.send_signal(signal.SIGUSR1)  # to the batch script alone, as --signal=B: does
     text, _ = job.communicate(timeout=60)
-    assert "job 17 was told to stop, and its run has saved: back into the queue" in text
-    if refused:
-        assert job.returncode == 1 and "not requeued; submit it again" in text
-    else:
-        assert job.returncode == 0 and (tmp_path / "requeued").read_text() == "17\n", text
-
-
-def test_a_run_that_has_ended_is_not_requeued(tmp_path: Path):
-    """The signal came in its last minutes."""
-    job = begun(tmp_path, SUMMARY='{"steps": 22}')
-    job.send_signal(signal.SIGUSR1)
-    text, _ = job.communicate(timeout=60)
-    assert job.returncode == 0 and not (tmp_path / "requeued").exists(), text
+    saved = "job 17 was told to stop, and its run has saved: back into the queue"
+    assert (saved in text) is (case != "ended") and job.returncode == (case == "refused"), text
+    assert (tmp_path / "requeued").exists() is (case == "requeued")
+    if case == "requeued":
+        assert (tmp_path / "requeued").read_text() == "17\n"
+    assert ("not requeued; submit it again" in text) is (case == "refused")
 
 
 def test_a_run_that_does_not_stop_in_time_is_requeued_before_the_limit(tmp_path: Path):
@@ -333,10 +327,8 @@ def told_costs(task: str, name: str, folder: Path, monkeypatch, capsys) -> str:
     cells = [f"`{task}`", f"`{name}`"]
     for cluster, gpu in (("a100", "A100"), ("3090", "RTX 3090")):
         script = f"slurm/{task}_{cluster}.sh"
-        gpus, large = (
-            reproduce.NODES[cluster] * GPUS,
-            {"GPU_GB": "80"} if "transnormer" in name and gpu == "A100" else {},
-        )
+        gpus = reproduce.NODES[cluster] * GPUS
+        large = {"GPU_GB": "80"} if "transnormer" in name and gpu == "A100" else {}
         monkeypatch.setenv("WORLD_SIZE", str(gpus))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(GPUS))
         train = importlib.import_module(table_row(script)[0])

@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from core.checkpoint import runs as checkpoint
+from tests.imports import ROOT
 
 # -- a cluster on this machine, all of it under one folder; needs root, slurm-wlm and munge ---------------------------
 
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scontrol", "squeue", "scancel")
 
 GPUS = 8  # of a node

@@ -1,6 +1,5 @@
 """The package that is built: one top-level name, which works beside torch and numpy alone, from any folder."""
 
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,11 +13,10 @@ from packaging.requirements import Requirement
 
 from core import __version__
 from tests import documented
+from tests.imports import ROOT
 
 pytestmark = pytest.mark.slow  # `make test-examples` runs it, and .ci/run that
 
-ROOT = Path(__file__).resolve().parents[2]
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results", "runs", "site")
 INFO = f"co2_training-{__version__}.dist-info"
 ABOUT = {f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "top_level.txt", "licenses/LICENSE")}
 
@@ -41,15 +39,6 @@ def with_needs(name: str) -> set[str]:
     needs = [Requirement(line) for line in distribution(name).requires or ()]
     needs = [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
     return {name}.union(*map(with_needs, needs))
-
-
-@pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make wheel` makes of a copy of the repository: an sdist, and the wheel that was built from it."""
-    copy = tmp_path_factory.mktemp("copy") / "repository"
-    shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
-    run(sys.executable, "-m", "build", "--no-isolation", cwd=copy)
-    return copy / "dist"
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ class Trained:
 
 def train_all(rank: int, ranks: int, backend: str, folder: str) -> dict[str, Any]:
     """Every method. The methods of EXACT_RESUME also with ranks that end at different steps, and resumed in mid-round
-    with an all-reduce in flight. The methods of WITH_NAN also leave out a rank. FSDP2 inside nodes of two."""
+    with an all-reduce in flight. The methods of WITH_NAN also leave out a rank. FSDP2 inside nodes of two, resumed."""
     found: dict[str, Any] = {}
     for name in METHODS:
         trained = Trained(name, device_of(backend), rank)
@@ -117,7 +117,8 @@ def train_all(rank: int, ranks: int, backend: str, folder: str) -> dict[str, Any
         trained.go(range(6, STEPS))
         found[f"{name}, NaN"] = trained.end()
     if ranks == 4:
-        found["fsdp2"] = fsdp2(rank, device_of(backend))
+        for kind in ("fsdp2", "fsdp2, resumed"):
+            found[kind] = fsdp2(rank, device_of(backend), Path(folder, "fsdp2"), resumes=kind != "fsdp2")
     for name in EXACT_RESUME:
         first = Trained(name, device_of(backend), rank)
         first.go(range(14))
@@ -131,21 +132,26 @@ def train_all(rank: int, ranks: int, backend: str, folder: str) -> dict[str, Any
     return found
 
 
-def fsdp2(rank: int, device: str) -> torch.Tensor:
-    """FSDP2 inside nodes of two ranks, and CO2 between the nodes."""
+def fsdp2(rank: int, device: str, folder: Path, *, resumes: bool) -> torch.Tensor:
+    """FSDP2 inside nodes of two ranks, over a mesh of torchtitan's names, and CO2 between the nodes; AdamW's moments
+    are shards, too. It saves in mid-round, or goes on from there."""
     mesh = init_device_mesh(device.partition(":")[0], (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    torch.manual_seed(0)
+    torch.manual_seed(int(resumes))
     net = nn.Sequential(nn.Linear(24, 64), nn.GELU(), nn.Linear(64, 8)).to(device, torch.float64)
     fully_shard(net, mesh=mesh["dp_shard"])
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
     method = CO2(net.parameters(), PAPER, mesh=mesh, timeout=40.0)
-    for step in range(STEPS):
+    first = load(folder, net, optimizer, method) if resumes else 0
+    assert first == 14 * resumes
+    for step in range(first, STEPS):
         random = torch.Generator().manual_seed(1000 * rank + step)
         x = torch.randn(16, 24, generator=random, dtype=torch.float64).to(device)
         (net(x) - x[:, :8].sin()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         method.step()
+        if step == 13 and not resumes:
+            save(folder, net, optimizer, method, step=14)
     method.finish()
     full = torch.cat([p.full_tensor().flatten().cpu() for p in net.parameters()])  # pyright: ignore[reportAttributeAccessIssue]
     method.close()

@@ -123,32 +123,20 @@ def warmed(make: Any, steps: int = WARM_UP) -> tuple[Problem, Any]:
     return p, method
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_step_makes_no_synchronising_call(name: str):
-    p, method = warmed(METHODS[name])
+AS_GIVEN = {"as users get it": lambda p: CO2(p.params, replace(CO2Config.recommended(), tau=4), buffers=p.buffers)}
+
+
+@pytest.mark.parametrize("name", [*METHODS, *AS_GIVEN])
+def test_neither_a_step_nor_statistics_make_a_synchronising_call(name: str):
+    """AS_GIVEN has delay auto and compression auto: its first rounds find what to take."""
+    p, method = warmed((METHODS | AS_GIVEN)[name], WARM_UP * (2 if name in AS_GIVEN else 1))
     with synchronisations() as found:
         go(p.params, method, range(WATCHED))
-    end(method)
-    assert not found, f"in {WATCHED // 4} rounds at {sorted(set(found))}"
-
-
-@pytest.mark.parametrize("name", ["co2", "recommended"])
-def test_statistics_make_no_synchronising_call(name: str):
-    _, method = warmed(METHODS[name])
-    with synchronisations() as found:
+    torch.cuda.synchronize()
+    with synchronisations() as told:
         method.stats.as_dict()
     end(method)
-    assert not found
-
-
-def test_recommended_settings_make_no_synchronising_call():
-    """With delay auto and compression auto, as users get them, once the first rounds have found what to take."""
-    config = replace(CO2Config.recommended(), tau=4)
-    p, method = warmed(lambda p: CO2(p.params, config, buffers=p.buffers), 2 * WARM_UP)
-    with synchronisations() as found:
-        go(p.params, method, range(WATCHED))
-    end(method)
-    assert not found, f"in {WATCHED // 4} rounds at {sorted(set(found))}"
+    assert not found and not told, f"in {WATCHED // 4} rounds at {sorted({*found, *told})}"
 
 
 @pytest.mark.parametrize("name", ["co2", "recommended", "int4", "overlap_local", "nesterov"])

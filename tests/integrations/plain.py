@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,23 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rest(self.frozen(self.first(x)))
+
+
+class Factor:
+    """A schedule's factor: a NumPy scalar, and perhaps an object in its state."""
+
+    def __init__(self, inner: Any = None):
+        self.inner = inner
+
+    def __call__(self, step: int) -> Any:
+        return np.cos(step / 50)
+
+
+class Inner:
+    pass
+
+
+INNER = f"{__name__}.Inner"
 
 
 def examples() -> Batch:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from core import CO2Config, UserError
 from core.testing import PRELOAD
 from tests.integrations import plain
-from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
+from tests.integrations.plain import BATCH, EPOCHS, PAPER, Factor, Inner, Net
 from tests.integrations.ranks import ranks
 from tests.on_ranks import alike, on_ranks, total_world_size
 
@@ -159,27 +159,13 @@ def test_mistakes_get_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         CO2Training(accelerator, net, optimizer)
 
 
-class Factor:
-    """A schedule's factor that holds an object."""
-
-    def __init__(self) -> None:
-        self.inner = Inner()
-
-    def __call__(self, step: int) -> float:
-        return 1.0
-
-
-class Inner:
-    pass
-
-
 def test_what_accelerate_cannot_load_is_refused(tmp_path: Path) -> None:
     from core.integrations.accelerate import CO2Training
 
     accelerator, model = accelerator_of(""), Net()
     bare = plain.adam(model)
-    optimizer, _ = accelerator.prepare(bare, torch.optim.lr_scheduler.LambdaLR(bare, Factor()))
-    name = f"{__name__}.Inner"
+    optimizer, _ = accelerator.prepare(bare, torch.optim.lr_scheduler.LambdaLR(bare, Factor(Inner())))
+    name = plain.INNER
     with CO2Training(accelerator, model, optimizer):
         with pytest.raises(UserError, match=f"^CO2Training: schedule0.lr_lambdas.0.inner is a {name}.*\\[{name}\\]"):
             accelerator.save_state(str(tmp_path))

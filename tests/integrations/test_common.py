@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +15,8 @@ from core.checkpoint.runs import random_state, set_random_state
 from core.integrations.common import check_mesh, load_own, save_own
 from core.testing import run_distributed
 from tests.imports import ROOT
-from tests.problems import sgd_step
+from tests.on_ranks import on_ranks, total_world_size
+from tests.problems import refusal, sgd_step
 
 ENDS = """
 import atexit, sys
@@ -68,18 +68,6 @@ def test_a_checkpoint_of_a_cpu_has_no_random_state_for_a_gpu():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_numpys_scalars_in_a_schedule_are_restored(tmp_path: Path):
-    model = torch.nn.Linear(2, 2)
-    co2, first, second = CO2(model.parameters(), CO2Config(tau=2)), *(torch.optim.SGD(model.parameters()) for _ in "ab")
-    one, other = (torch.optim.lr_scheduler.LambdaLR(o, lambda step: np.cos(step / 10)) for o in (first, second))
-    first.step()
-    one.step()
-    save_own("Test", tmp_path, 0, schedule=one, optimizer=first, co2=co2)
-    load_own("Test", tmp_path, 0, schedule=other, optimizer=second, co2=co2)
-    assert isinstance(second.param_groups[0]["lr"], np.float64)
-    assert other.state_dict() == one.state_dict() and second.state_dict() == first.state_dict()
-
-
 class Warmup:
     """A schedule's factor, as an object."""
 
@@ -106,10 +94,7 @@ def parts(kind: str) -> dict[str, Any]:
     return {"optimizer": optimizer, "schedule": schedule, "co2": co2}
 
 
-PATHS = {
-    "optimizer": "optimizer.state.0.warmup",
-    "schedule": "schedule.lr_lambdas.0.steps",
-}
+PATHS = {"optimizer": "optimizer.state.0.warmup", "schedule": "schedule.lr_lambdas.0.steps"}
 
 
 @pytest.mark.parametrize("kind", PATHS)
@@ -134,15 +119,10 @@ def test_what_cannot_be_pickled_is_refused_with_its_path(tmp_path: Path):
         save_own("Test", tmp_path, 0, **parts("local"))
 
 
-def unlike_workers(rank: int, world_size: int, folder: str) -> str:
-    with pytest.raises(UserError) as refusal:
-        save_own("Test", folder, rank, **parts("schedule" if rank else "none"))
-    return str(refusal.value)
-
-
-def test_an_object_on_one_worker_is_refused_by_all(tmp_path: Path):
-    first, second = run_distributed(unlike_workers, 2, str(tmp_path))
-    assert first == second and "Warmup" in first
+@on_ranks(2)
+def test_an_object_on_one_worker_is_refused_by_all(rank: int, tmp_path: Path):
+    said = refusal(save_own, "Test", str(tmp_path), rank, **parts("schedule" if rank else "none"))
+    assert "Warmup" in said and total_world_size(said) == [said] * 2
 
 
 def test_files_that_no_one_save_has_written_are_refused_by_all(tmp_path: Path):

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from core import CO2Config, UserError
 from core.testing import PRELOAD
 from tests.integrations import plain
-from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
+from tests.integrations.plain import BATCH, EPOCHS, PAPER, Factor, Inner, Net
 from tests.integrations.ranks import ranks
 from tests.on_ranks import alike, on_ranks
 
@@ -41,20 +40,6 @@ class Resumable(DataLoader):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.skipped = state["taken"] % len(self)
-
-
-class Factor:
-    """A schedule's factor: a NumPy scalar, and perhaps an object in its state."""
-
-    def __init__(self, inner: Any = None):
-        self.inner = inner
-
-    def __call__(self, step: int) -> Any:
-        return np.cos(step / 50)
-
-
-class Inner:
-    pass
 
 
 def module_of(net: nn.Module, factor: Factor | None = None) -> Any:
@@ -112,16 +97,7 @@ def watcher(strategy: Any, after_batch: Any) -> Any:
 
 
 def run(
-    folder,
-    config=PAPER,
-    *,
-    net=None,
-    resume="",
-    validated="",
-    after_batch=None,
-    loading=0,
-    factor=None,
-    **changes,
+    folder, config=PAPER, *, net=None, resume="", validated="", after_batch=None, loading=0, factor=None, **changes
 ) -> Any:
     """Trains; a dictionary of what is looked at."""
     from lightning.pytorch import Trainer
@@ -186,17 +162,21 @@ def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> No
 VALIDATED, SAVED, CALLED = [8, 20, 32], [8, 16, 24, 32], 13  # within rounds, but for 13
 
 
+def saving(folder: str, step: int = CALLED) -> Any:
+    def save(trainer: Any, strategy: Any) -> None:
+        if trainer.global_step == step:
+            trainer.save_checkpoint(f"{folder}/mid.ckpt")
+
+    return save
+
+
 def held_run(rank: int, workers: int, folder: str) -> Any:
     """Validations, and checkpoints of ModelCheckpoint and of a call; then runs go on from these."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    def save(trainer: Any, strategy: Any) -> None:
-        if trainer.global_step == CALLED:
-            trainer.save_checkpoint(f"{folder}/mid.ckpt")
-
     files = ModelCheckpoint(f"{folder}/files", "{step}", every_n_train_steps=8, save_top_k=-1, save_last="link")
     asked: dict[str, Any] = dict(val_check_interval=8, devices=workers, enable_checkpointing=True)
-    whole = run(folder, after_batch=save, callbacks=[files], csv=True, **asked)
+    whole = run(folder, after_batch=saving(folder), callbacks=[files], csv=True, **asked)
     meets = {*VALIDATED, *SAVED, CALLED}
     plain.assert_equal(whole["trace"], plain.train(plain.shuffled(rank, workers), meets=meets))
     for step, path in ((24, "files/step=24.ckpt"), (CALLED, "mid.ckpt"), (32, "files/last.ckpt")):
@@ -230,12 +210,8 @@ def test_training_resumes_only_from_the_checkpoint_that_fit_is_given(rank: int, 
 
     folder = str(tmp_path)
 
-    def save(trainer: Any, strategy: Any) -> None:
-        if trainer.global_step == CALLED:
-            trainer.save_checkpoint(f"{folder}/mid.ckpt")
-
     quiet = {"limit_val_batches": 0, "devices": 2}
-    whole = run(folder, after_batch=save, **quiet)
+    whole = run(folder, after_batch=saving(folder), **quiet)
     weights = torch.load(f"{folder}/mid.ckpt", weights_only=True)["state_dict"]
     net = Net(7)
     net.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
@@ -350,12 +326,8 @@ def objects(rank: int, workers: int, folder: str) -> list[str]:
     """A schedule of NumPy's scalars goes on, and one that holds an object whose class is safe."""
     quiet: dict[str, Any] = dict(limit_val_batches=0, devices=workers, max_epochs=2)
 
-    def save(trainer: Any, strategy: Any) -> None:
-        if trainer.global_step == 12:
-            trainer.save_checkpoint(f"{folder}/mid.ckpt")
-
     def both(inner: Any) -> None:
-        whole = run(folder, after_batch=save, factor=Factor(inner), **quiet)
+        whole = run(folder, after_batch=saving(folder, 12), factor=Factor(inner), **quiet)
         again = run(folder, net=Net(7), factor=Factor(inner), resume=f"{folder}/mid.ckpt", **quiet)
         plain.assert_equal(again["trace"], whole["trace"][12:])
 
@@ -363,14 +335,14 @@ def objects(rank: int, workers: int, folder: str) -> list[str]:
     with torch.serialization.safe_globals([Inner]):
         both(Inner())
     with pytest.raises(UserError) as refusal:
-        run(folder, after_batch=save, factor=Factor(Inner()), **quiet)
+        run(folder, after_batch=saving(folder, 12), factor=Factor(Inner()), **quiet)
     return [str(refusal.value)]
 
 
 def test_a_checkpoint_that_lightning_could_not_load_is_refused(tmp_path: Path) -> None:
     (said,) = ranks(objects, 1, str(tmp_path))
-    plain.assert_lines(said, "CO2Strategy", f"schedule0.lr_lambdas.0.inner is a {__name__}.Inner, which")
-    assert f"add_safe_globals([{__name__}.Inner])" in said[0]
+    plain.assert_lines(said, "CO2Strategy", f"schedule0.lr_lambdas.0.inner is a {plain.INNER}, which")
+    assert f"add_safe_globals([{plain.INNER}])" in said[0]
 
 
 class Dropping(Net):

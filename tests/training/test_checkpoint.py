@@ -8,7 +8,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from core.testing import _context
 from tests.damages import changed, forbid, names, signed
 from tests.on_ranks import on_ranks
 from tests.problems import refusal
-from tests.runs import Loop
+from tests.runs import Loop, Toy
 from training.loop.run import Run
-from training.recipe import Recipe
 
 
 def save(folder: Path, *steps: int, rank: int = 0, world_size: int = 1, attempt: str = "1-a", **state: Any) -> None:
@@ -266,20 +264,12 @@ def test_a_full_disk_is_one_line_on_all_workers_and_leaves_the_checkpoint_before
     assert [p.name for p in tmp_path.iterdir()] == ["step000000001"]
 
 
-@dataclass(frozen=True)
-class Toy(Recipe):
-    """A recipe of a test, for a run of 12 steps."""
-
-    name: str = "toy"
-    device: Any = "cpu"
-    batch_size: int = 4
-    checkpoint_every: Any = "4steps"
-    co2: CO2Config = field(default_factory=lambda: CO2Config(tau=2))
+OFTEN: dict[str, Any] = {"co2": CO2Config(tau=2), "checkpoint_every": "4steps", "recommended": False}
 
 
 def train(folder: Path, resume: bool, until: int = 12) -> int:
     """A train script: the step that it began at."""
-    with Run(Toy(out=folder, resume=resume, recommended=False)) as run:
+    with Run(Toy(out=folder, resume=resume, **OFTEN)) as run:
         loop = Loop(run, nn.Linear(4, 1), 12)
         for _ in range(loop.start, until):
             if loop.step(loop.wrapped(torch.ones(1, 4)).square().mean()).checkpoint:
@@ -297,7 +287,7 @@ def test_a_train_script_goes_on_from_the_one_before_if_a_part_is_missing(part: s
 
 def old_job(folder: Path, pipe: Any) -> None:
     """A train script that is stopped before step 9 and woken later."""
-    with pytest.raises(UserError) as caught, Run(Toy(out=folder, recommended=False)) as run:
+    with pytest.raises(UserError) as caught, Run(Toy(out=folder, **OFTEN)) as run:
         loop = Loop(run, nn.Linear(4, 1), 12)
         for step in range(12):
             if step == 8:

@@ -22,6 +22,7 @@ from torch.profiler import record_function
 
 from core import RoundStats, UserError
 from language.finetune_recipes import RECIPES as FINETUNE
+from tests.imports import ROOT
 from tests.scripts import Mistakes
 from training.counters import Period, Stopwatch
 from training.data.files import build_whole, cached, data_root, from_home, paths_from_home
@@ -157,9 +158,6 @@ def test_each_held_out_sample_is_one_workers(workers: int):
 
 
 # -- which samples a worker sees --------------------------------------------------------------------------------------
-
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def shares(world_size: int, epoch: int = 0, seed: int = 0) -> torch.Tensor:

@@ -107,9 +107,6 @@ def test_an_island_goes_and_comes_back_as_a_whole(
 
 
 def test_what_it_does_not_go_with_is_refused_in_one_line():
-    for given in ({"zero": 1}, {"shard": True}, {"offload": True}):
-        with pytest.raises(UserError, match="does not go with elastic: leave it out$"):
-            replace(Toy(elastic=True), **given)
     check_start(replace(Toy(elastic=True), co2=replace(CO2Config.recommended(), tau=2)), 4)
     with pytest.raises(UserError, match="^per_node=3 does not divide the 4 ranks"):
         Crew(testing._context(), toy, (), 4, island=3)

@@ -50,6 +50,10 @@ def cut(heads: int, key_heads: int, vocabulary: int) -> Callable[[str], object]:
     return lambda name: Layout.parse(name).check_model(**sizes)
 
 
+def cut_gpt2(name: str) -> None:
+    check_cut(build("gpt2"), Layout.parse(name))
+
+
 def cut_transnormer(name: str) -> None:
     with torch.device("meta"):
         model = build_model("transnormer_tiny", vocab_size=64, context=8, dropout=0.0)
@@ -70,16 +74,8 @@ def train_by(name: str) -> None:
         (Layout.parse, "pp4.mb2", "2 micro-batches: fewer than 4 stages: give mb4 or more"),
         (Layout.parse, "pp4.v2.mb6", "v2 with mb6: needs a multiple of pp=4: give mb8"),
         (lambda name: Layout.parse(name).check_runs(), "tp2.fsdp", "fsdp: dp is 1, nothing to share out"),
-        (
-            lambda name: check_cut(build("gpt2"), Layout.parse(name)),
-            "tp3",
-            "tp=3 does not divide 8 attention heads: give tp 2 or 4",
-        ),
-        (
-            lambda name: check_cut(build("gpt2"), Layout.parse(name)),
-            "pp2.v3.mb2",
-            "pp * v = 6 does not divide 8 layers: give pp * v 4 or 8",
-        ),
+        (cut_gpt2, "tp3", "tp=3 does not divide 8 attention heads: give tp 2 or 4"),
+        (cut_gpt2, "pp2.v3.mb2", "pp * v = 6 does not divide 8 layers: give pp * v 4 or 8"),
         (cut(8, 2, 64), "tp4", "2 heads of keys"),
         (cut_transnormer, "pp2", "give one of gpt2, llama"),
         (train_by, "pp2.dp2 --method co2", "it is of method ddp, given is 'co2'"),

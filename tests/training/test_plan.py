@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from core import UserError
+from tests.imports import ROOT
 from tests.scripts import refused
 from tests.training.live import Live
 from training.checks import held
@@ -75,9 +76,8 @@ def test_parameters_flops_and_activations_are_the_published_ones():
     assert preset_model("llama-7b", None).params == 6_738_415_616  # transformers' Llama
     gpt = preset_model("gpt-175b", None)
     n, h, v, s = gpt.layers, gpt.width, gpt.vocabulary, gpt.context
-    assert gpt.params - 2 * h == pytest.approx(
-        12 * n * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * n * h))
-    )  # [N] eq. 2
+    published = 12 * n * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * n * h))  # [N] eq. 2
+    assert gpt.params - 2 * h == pytest.approx(published)
     assert (MODEL.linear_flops, MODEL.attention_flops, MODEL.head_flops) == (12e6, 1e6, 1e7)
     assert MODEL.step_flops == 3 * (8 * 13e6 + 1e7) and MODEL.params == OWN
     c = case(CUT)
@@ -126,7 +126,7 @@ def test_seconds_are_those_of_published_runs(cell: tuple[Any, ...]):
 
 def test_bytes_are_those_measured_on_an_emulated_cluster():
     """The peaks of the fullest rank under each layout of one island, of which results/dropped.md tells."""
-    found = json.loads((Path(__file__).parents[2] / "results/layouts.json").read_text())["bytes"]
+    found = json.loads((ROOT / "results/layouts.json").read_text())["bytes"]
     cluster = replace(CLUSTER, nodes=4, per_node=2)
     off = {}
     for name, (measured, _) in found.items():
@@ -236,14 +236,12 @@ def test_seconds_of_islands():
     assert time.outer_allreduce(narrow) == pytest.approx(2 * OWN * 132 / 256 / 1e9 + 6e-3)  # trees
 
 
-# -- what is read, refused, chosen, and started -----------------------------------------------------------------------
+# -- models and clusters that are read --------------------------------------------------------------------------------
 
 
 SMALL_GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96, "n_positions": 16}
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
 LLAMA |= {"intermediate_size": 128, "max_position_embeddings": 16}
-
-# -- models and clusters that are read --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
@@ -441,11 +439,6 @@ def test_from_the_doctor_to_a_run(tmp_path: Path):
     plans = f"-m training.plan --cluster {file} --probe --model gpt2-tiny --batch 32 --sbatch"
     done = subprocess.run([sys.executable, *plans.split()], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
-    run = (
-        f"-m training.launch --standalone --nproc-per-node 2 {done.stdout.splitlines()[-1]} --epochs 1 --epoch_steps 10"
-    )
-    run += f" --out {tmp_path / 'run'}"
+    run = f"-m training.launch --standalone --nproc-per-node 2 {done.stdout.splitlines()[-1]}"
+    run += f" --epochs 1 --epoch_steps 10 --out {tmp_path / 'run'}"
     subprocess.run([sys.executable, *run.split()], check=True, env=env, timeout=300)
-
-
-# -- what is said -----------------------------------------------------------------------------------------------------

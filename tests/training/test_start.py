@@ -19,7 +19,7 @@ import torch.distributed as dist
 from bench.cluster import hold_port
 from core import UserError, testing
 from core.guards.inputs import check_env
-from core.testing import run_distributed
+from tests.on_ranks import on_ranks
 from tests.runs import logged, summary
 from tests.scripts import fork_script
 from training.loop.run import Run
@@ -146,15 +146,12 @@ def test_an_environment_of_any_content_is_a_run_or_one_line(
     assert not capfd.readouterr().err
 
 
-def in_one_group(rank: int, world_size: int) -> str:
+@on_ranks(3)
+def test_a_group_that_is_there_compares_too(rank: int):
     with pytest.raises(UserError) as caught:
         join(torch.device("cpu"), 60.0, {"seed": rank // 2, "epochs": 3})
-    return str(caught.value)
-
-
-def test_a_group_that_is_there_compares_too():
     expected = "rank 2 was started with seed=1, rank 0 with seed=0: give all workers the same command line"
-    assert run_distributed(in_one_group, 3) == [expected] * 3
+    assert str(caught.value) == expected
 
 
 # -- how a train script ends ------------------------------------------------------------------------------------------

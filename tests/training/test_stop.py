@@ -6,7 +6,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,13 @@ from core.guards.workers import MAX_REPEATS
 from core.testing import run_distributed
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import flat
-from tests.runs import Loop, logged, rows, summary
+from tests.runs import Loop, Toy, logged, rows, summary
 from tests.training import test_run
 from training.data.samples import generator
 from training.loop.run import Run
 from training.optim import OptimConfig
-from training.recipe import Recipe
 
 STEPS, STOP_ASKED = 40, 10
-
-
-@dataclass(frozen=True)
-class Toy(Recipe):
-    """A recipe of a test: rounds of three steps, means of four."""
-
-    name: str = "toy"
-    co2: CO2Config = CO2Config(tau=3)
-    optim: OptimConfig = OptimConfig("adamw", lr=0.01, warmup_steps=8)
-    batch_size: int = 4
-    log_every: int = 4
-    checkpoint_every: int = 0
-    device: Any = "cpu"
 
 
 SETTLING = CO2Config(tau=3, gap="none", outer_lr=0.4)

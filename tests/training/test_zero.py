@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bench.loss.__main__ import vmap_gradient
 from core import CO2Config, UserError, make_method
 from core.buckets import local_shard
 from core.nodes import node_mesh
@@ -105,18 +104,9 @@ def train(rank: int, stage: Any, inner: str, shard: bool, rounds: int) -> list[T
 
 def reference(rounds: int) -> list[Tensor]:
     """Two nodes, each with the mean gradient of its two workers."""
-    net = problems.small_net()
-    template = {name: p.detach() for name, p in net.named_parameters()}
-    call = torch.func.functional_call
-    of_all = vmap_gradient(lambda params, *data: loss(lambda x: call(net, params, x), data), template)
-    c = CONFIG
+    net, c = problems.small_net(), CONFIG
     ref = Reference(flat(net.parameters()).expand(2, -1).clone(), c.tau, c.outer_lr, c.outer_momentum, c.gap, c.clip)
-
-    def gradient(rows: Tensor, step: int) -> Tensor:
-        data = [torch.stack(parts) for parts in zip(*(batch(w, step) for w in range(4)), strict=True)]
-        return of_all(rows.repeat_interleave(2, 0), tuple(data)).view(2, 2, -1).mean(1)
-
-    ref.run(gradient, LR, TAU * rounds)
+    ref.run(problems.descent_of(net, 2), LR, TAU * rounds)
     closed = ref.outer[1:]
     ref.finish()
     return [*closed, ref.x[0].clone()]
