@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from ..buckets import copy, is_dtensor, local_shard, unique, views
 from ..comm import Stage, sum_flats
-from ..errors import UserError
+from ..errors import UserError, warn
 from ..groups import compare, of_all
 from ..hooks import Hook, HookedMethod
 from .inputs import overlapping
@@ -76,10 +75,9 @@ class ExtraAverage(Hook):
         if self.alike and self._has_stepped and not self._has_checked:
             self._has_checked = True
             if self._first == writes(self.alike):
-                warnings.warn(
+                warn(
                     f"average: none of the {len(self.alike)} tensors has changed in training: if the loop replaces "
-                    "them, as average[name] = ... does, pass a function: average=lambda: list(average.values())",
-                    stacklevel=2,
+                    "them, as average[name] = ... does, pass a function: average=lambda: list(average.values())"
                 )
         whole = [t for t in found if not (m.node.separate or is_dtensor(t))]
         parts = [local_shard(t) for t in found if m.node.separate or is_dtensor(t)]
@@ -142,10 +140,7 @@ class ExtraAverage(Hook):
             if weight:
                 t.copy_(total.div_(weight))
         if (few := sum(0 < weight < count for weight in of_each)) and m.is_log_rank:
-            warnings.warn(
-                f"average: {few} of {len(tensors)} tensors were not finite on some workers, which did not count there",
-                stacklevel=2,
-            )
+            warn(f"average: {few} of {len(tensors)} tensors were not finite on some workers, which did not count there")
 
     def _check_overlap(self, tensors: Sequence[Tensor]) -> None:
         """Raises UserError if a tensor shares memory with a tensor that the method averages already."""
