@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib.util
 import mmap
 import sys
@@ -509,6 +510,22 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
                 "model.to_empty(device=...) and initialize the model, or load weights, first"
             )
     return tensors
+
+
+def names_of(tensors: Sequence[Tensor]) -> list[str]:
+    """Returns each tensor's name in the outermost module that holds it, "" if none does.
+
+    It searches Python's objects, in some 30 ms. Workers with the same modules get the same names.
+    """
+    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and "_modules" in vars(o)]
+    inner = {id(child) for module in modules for child in vars(module)["_modules"].values()}
+    names = dict[int, str]()
+    for root in [module for module in modules if id(module) not in inner]:
+        for path, module in nn.Module.named_modules(root, prefix=type(root).__name__):
+            for held in (vars(module).get("_parameters"), vars(module).get("_buffers")):
+                for name, t in held.items() if isinstance(held, dict) else ():  # a ScriptModule has no dict
+                    names[id(t)] = min(f"{path}.{name}", names.get(id(t), "~"))
+    return [names.get(id(t), "") for t in tensors]
 
 
 def on_device(flag: Tensor, device: torch.device) -> Tensor:
