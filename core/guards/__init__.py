@@ -23,6 +23,8 @@ def make_hooks(outlier: float | None, choosing: Sequence[Hook], args: Mapping[st
     masters, average = tensors_of(args.get("model_params", ()), "parameters"), args.get("average")
     if not isinstance(more := args.get("hooks", ()), Sequence):
         raise UserError(f"hooks={more!r}: give a list of them")
+    if "model_params" in args and not masters:
+        raise UserError(f"model_params: {inputs.NOTHING}")
     hooks: list[Hook] = [OutlierFilter(outlier), *choosing, ReplicaChecksum(), *more]
     hooks += [MasterWeightSync(masters)] if masters else []
     if average is not None and not (isinstance(average, list | tuple) and not average):

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm import UNKNOWN, AsyncAllReduce
+from ..comm import RESUME, UNKNOWN, AsyncAllReduce
 from ..errors import CollectiveError, UserError
 from ..groups import of_all
 
@@ -189,7 +189,7 @@ def explain(error: BaseException) -> CollectiveError | None:
     if isinstance(error, CollectiveError) or not (isinstance(error, RuntimeError) and is_dist) or _peers is None:
         return None
     reason = text.strip().partition("\n")[0].partition(". This is")[0]
-    return CollectiveError(f"rank {_peers.rank}: a collective failed; {describe_failed()}: {reason}")
+    return CollectiveError(f"rank {_peers.rank}: a collective failed; {describe_failed()}: {reason}; {RESUME}")
 
 
 # -- a call that every worker must make ---------------------------------------------------------------------------

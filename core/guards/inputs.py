@@ -23,12 +23,16 @@ from ..groups import WORLD, backend_for, is_alive, of_all
 from ..hooks import Hook, HookedMethod
 from ..local_update import CHANGED, OWN_SCALARS
 
+NOTHING = "got no parameters (an exhausted generator or an empty list): give model.parameters() anew"
+
 
 def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
     """Raises UserError for the first tensor that cannot be averaged.
 
     `given` are the user's parameters, `params` the trained ones with DTensors' local shards.
     """
+    if not given:
+        raise UserError(NOTHING)
     if not params:
         raise UserError("no parameter requires a gradient: nothing to train")
     if not any(p.numel() for p in given if p.requires_grad):  # a DTensor counts all of its shards
