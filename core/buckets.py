@@ -481,6 +481,9 @@ def _elements(p: Tensor, first: int, last: int) -> list[Tensor]:
     return found + (_elements(p[b], 0, last - b * n) if b * n < last else [])
 
 
+LISTS = "give a list of tensors, as a module's parameters() and buffers() return"
+
+
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     """Returns the tensors of any iterable as a list.
 
@@ -492,12 +495,10 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
             "made under torch.inference_mode(), a method could not train later: make it outside of that block"
         )
     if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
-        raise UserError(
-            f"{name}: one {type(given).__name__} is given: give a list of tensors, as a model's {name}() returns"
-        )
+        raise UserError(f"{name}: one {type(given).__name__} is given: {LISTS}")
     tensors = list(given)
     if others := [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]:
-        raise UserError(f"{name}: a {others[0]} is among them: give tensors, as model.{name}() returns")
+        raise UserError(f"{name}: a {others[0]} is among them: {LISTS}")
     for number, t in enumerate(tensors):
         if is_lazy(t):
             raise UserError(
