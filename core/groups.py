@@ -217,7 +217,7 @@ def is_alive(group: dist.ProcessGroup | None) -> bool:
 def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Raises UserError on all workers unless all have the same settings, shapes and dtypes.
 
-    The same holds if the tensors have the same names in another order. Other names may be those of a wrapper that only
+    The same holds if the tensors have the same names in another order. Other names may come from a wrapper that only
     one worker has. Tensors outside of modules, and shards, have no names here.
     """
     named = [[f"{k}={v}" for k, v in s.items()] if isinstance(s, dict) else [str(s)] for s in settings]

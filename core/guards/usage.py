@@ -100,8 +100,8 @@ class UsageChecks(Hook):
     - Optimizers of parameters that no method averages. This is an error if none of the method's own parameters has
       changed in the round, otherwise a warning. Later, only new or extended optimizers are checked.
     - Calls of step() without an optimizer step or a change since the previous call, while finite gradients exist. With
-      gradient accumulation these are calls after each micro-batch. A first call alone comes before optimizer.step(). If
-      a GradScaler skips a step, gradients are not finite.
+      gradient accumulation these are calls after each micro-batch. If only the first call is such, step() comes before
+      optimizer.step(). If a GradScaler skips a step, gradients are not finite.
     - Calls of step() after several steps of every optimizer.
 
     Args:
