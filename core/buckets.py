@@ -482,6 +482,7 @@ def _elements(p: Tensor, first: int, last: int) -> list[Tensor]:
 
 
 LISTS = "give a list of tensors, as a module's parameters() and buffers() return"
+NOTHING = "got no parameters (an exhausted generator or an empty list): give model.parameters() anew"
 
 
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:

@@ -229,7 +229,8 @@ def come_together(what: str) -> None:
         next_question = waited + min(waited, 30.0)
         answers = _peers.ask(_peers.known, "where") if _peers is not None else {}
         if waited > MAX_WAIT or not {"gone", "failed"}.isdisjoint(answers.values()):
-            raise CollectiveError(f"{what}: not all workers came within {waited:.0f} s; {describe_failed()}")
+            why = f"not all workers came within {waited:.0f} s; {describe_failed()}"
+            raise CollectiveError(f"{what}: {why}: {RESUME}")
         progress = {rank: answer.split() for rank, answer in answers.items() if answer.count(" ") == 2}
         missing = {rank: fields for rank, fields in progress.items() if int(fields[1]) < _calls}
         passed = [rank for rank, fields in missing.items() if int(fields[0]) > AsyncAllReduce.launches]

@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..buckets import is_dtensor
+from ..buckets import NOTHING, is_dtensor
 from ..comm import Reducer
 from ..errors import UserError, env_number, require
 from ..groups import WORLD, backend_for, is_alive, of_all
 from ..hooks import Hook, HookedMethod
 from ..local_update import CHANGED, OWN_SCALARS
-
-NOTHING = "got no parameters (an exhausted generator or an empty list): give model.parameters() anew"
 
 
 def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
