@@ -63,7 +63,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import is_dtensor, local_shard, tensors_of, unique
+from .buckets import NOTHING, is_dtensor, local_shard, tensors_of, unique
 from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, named_rule, scheduled
 from .errors import UserError
@@ -137,7 +137,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             c.compression.check(params, args.get("group"))
             return self._build(params, c, schedule, **build_args(c, args, schedule))
         if not params:
-            raise UserError("no parameter is given: nothing to train; each pipeline stage needs one")
+            raise UserError(f"{NOTHING}; each pipeline stage needs one")
         GUARDS.inputs.refuse_fsdp(params, args.get("group"))
         held = isinstance(shards, Mapping)
         if (shard or held) and c.fragments == "auto":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypedDict, TypeVar, get_args
@@ -14,7 +13,7 @@ from torch import Tensor
 from . import outer
 from .comm import AsyncAllReduce, Link
 from .compression.config import CompressionConfig
-from .errors import UserError, env_number, is_number, is_whole, require
+from .errors import UserError, env_number, is_number, is_whole, require, warn
 from .hooks import GUARDS, Hook
 from .outer import Merge
 from .tau import AdaptiveTau, SyncSchedule, TauTuner
@@ -105,7 +104,8 @@ class CO2Config:
         # with delay 0 there is no gap to penalize
         nothing_stale = f"nothing is stale then: set gap none, not {self.gap}"
         require(self, number != 0 or self.gap == "none", "delay", nothing_stale)
-        discarded = "merge restart would discard the local steps since the all-reduce started: set merge keep_local"
+        discarded = "merge restart would discard the local steps since the all-reduce started: with it give delay "
+        discarded += "boundary or 0, or set merge keep_local"
         require(self, self.merge != "restart" or self.is_a_round_late or number == 0, "delay", discarded)
 
     def _check_fragments(self) -> None:
@@ -115,7 +115,7 @@ class CO2Config:
         if self.fragments in (1, "auto"):
             return
         require(self, self.merge == "keep_local", "fragments", "the other parts have local progress that only merge "
-                "keep_local keeps")  # fmt: skip
+                "keep_local keeps: with merge restart give fragments 1")  # fmt: skip
         require(self, self.tau == "auto" or self.fragments <= self.tau, "fragments", f"give at most tau={self.tau}")
         if isinstance(self.delay, int) and isinstance(self.tau, int):
             fits = self.delay <= self.tau // self.fragments
@@ -257,11 +257,10 @@ def named_rule(config: CO2Config | None) -> CO2Config:
     """Returns the config or the default. Warns if all settings but tau are the defaults, and the rule was not named."""
     c = of_kind(config, CO2Config, "config")
     if not c.is_named and c == CO2Config(c.tau) and not (dist.is_initialized() and dist.get_rank()):
-        warnings.warn(
+        warn(
             f"CO2Config(tau={c.tau!r}) with nothing else is our reading of the paper's rule. On short runs its loss is "
             f"higher than with CO2Config.recommended(steps=N, tau={c.tau!r}). Use that, or CO2Config.paper(tau="
-            f"{c.tau!r}) for the paper's rule without this warning",
-            stacklevel=3,
+            f"{c.tau!r}) for the paper's rule without this warning"
         )
     return c
 
@@ -328,10 +327,9 @@ def build_args(
     if allreduce is not None:  # elastic workers have not met, and come and go
         workers = env_number("WORLD_SIZE", 1)
     elif c.expected_workers not in (None, workers) and not (dist.is_initialized() and dist.get_rank()):
-        warnings.warn(
+        warn(
             f"CO2Config.recommended(workers={c.expected_workers}), and {workers} average here: give it neither that "
-            "number nor steps in its place, as recommended(steps=N); on a mesh a worker is a node",
-            stacklevel=4,
+            "number nor steps in its place, as recommended(steps=N); on a mesh a worker is a node"
         )
     tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
     tuner = tuner_for(c, workers)

@@ -1,11 +1,20 @@
 """The errors that users get, and checks of settings that raise them."""
 
+import argparse
+import contextlib
 import logging
 import os
+import sys
+import sysconfig
+import warnings
 from collections.abc import Mapping
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
+_installed = [sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")]
+# how names of files begin that are not the user's: files of this package and of installed ones, and code without a file
+OTHERS = ("<", *(os.path.join(folder, "") for folder in (str(Path(__file__).parent), *_installed)))
 log = logging.getLogger("co2_training")  # choices and repairs, at level INFO on the rank that reports
 
 
@@ -23,6 +32,14 @@ class CollectiveError(RuntimeError):
 
 class DivergedError(RuntimeError):
     """Training cannot continue: the parameters are not finite, or a worker is excluded in too many rounds in a row."""
+
+
+def warn(text: str) -> None:
+    """Warns at the user's line that has led here, outside of this package and of installed ones."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_code.co_filename.startswith(OTHERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def is_number(value: Any) -> bool:
@@ -47,6 +64,13 @@ def env_number(
     if not (given.isascii() and given.isdigit() and len(given) < 11 and least <= int(given) <= most):
         raise UserError(f"{name}={given[:40]!r} in the environment: set a whole number, {least} to {most}, or unset it")
     return int(given)
+
+
+def whole(given: str) -> int:
+    """Returns the whole number in a command's option. It is for argparse, which reports its error."""
+    with contextlib.suppress(ValueError):
+        return int(given)
+    raise argparse.ArgumentTypeError(f"{given[:40]}: give a whole number")
 
 
 def require(settings: Any, ok: bool, name: str, remedy: str) -> None:

@@ -155,8 +155,8 @@ class Hook:
     def before_step(self) -> bool | None:
         """A local step is about to be counted. Returns True once this hook needs no more of these calls."""
 
-    def before_finish(self) -> None:
-        """finish() begins."""
+    def before_finish(self) -> int | None:
+        """finish() begins. Returns how many local steps this worker has taken that step() has not counted."""
 
     def before_allreduce(self) -> Tensor | None:
         """An all-reduce is about to start. Writes this hook's scalars.

@@ -268,7 +268,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         another one still trains. Training may continue afterwards.
         """
         for before_finish in self._calls("before_finish"):
-            before_finish()
+            uncounted = before_finish() or 0
+            self.local_steps += uncounted if self._ended is None else 0
         while not self._ended:
             self._ended = self._boundary(finished=True)
         self._send_late_buffers()

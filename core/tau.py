@@ -331,13 +331,13 @@ class TauTuner:
     def _reason(self, step: float, allreduce: float, boundary: float, required: int) -> str:
         """Explains a choice of tau in one line, in words for the log."""
         text = f"the all-reduce takes {allreduce:.4g} s and a local step {step:.4g} s"
-        margin = self._margin(step, allreduce)
-        if smallest_tau(allreduce, step, margin) < required <= self.tau_max:
+        margin, most = self._margin(step, allreduce), self.given or self.tau_max
+        if smallest_tau(allreduce, step, margin) < required <= most:
             return f"{text}, a boundary's own work {boundary:.3g} s: {required} steps keep that at {COST:.0%}"
-        if required <= self.tau_max:
+        if required <= most:
             return f"{text}: {required} steps outlast it by {margin:.0%}"
-        exposed = max(0.0, allreduce - self.tau_max * step)
-        limit = f"tau_max={self.tau_max} leaves {exposed:.3g} s a round exposed"
+        exposed = max(0.0, allreduce - most * step)
+        limit = f"{'tau' if self.given else 'tau_max'}={most} leaves {exposed:.3g} s a round exposed"
         return f"{text}: {required} steps would outlast it, {limit}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -422,7 +422,9 @@ class AdaptiveTau(SyncSchedule, Hook):
     def on_round_end(self) -> None:
         """Takes the decision, and reports it on the rank that reports, and with delay auto a new wait."""
         self.decision, self._decided = self._decided, None
-        d, number, needed = self.decision, self.method.rounds, self.tuner.needed if self.delay == "auto" else None
+        d, number, needed = self.decision, self.method.rounds, None
+        if self.delay == "auto" and self.tuner.needed and self.tuner.fragments == 1:
+            needed = min(self.tuner.needed, self.tuner.tau)  # a round's end waits anyway
         if d is not None and self.method.is_log_rank:
             parts = f", {d.fragments} fragments" if d.fragments > 1 else ""
             settings = number, d.new, d.old, d.compression, parts, d.reason

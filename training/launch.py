@@ -43,6 +43,9 @@ def main() -> None:
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     parser = get_args_parser()
     parser.error = launch.refuse
+    for name, usual in (("node_rank", 0), ("master_addr", "127.0.0.1")):
+        if parser.get_default(name) == usual:  # check_args refuses several nodes without them
+            parser.set_defaults(**{name: None})
     parser.add_argument("--store", help="for --elastic: etcd://HOST,HOST,HOST/RUN, which outlives any one machine")
     try:
         args = parser.parse_args()

@@ -321,7 +321,7 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
 
 def refuse_unused(recipe: Recipe, default: Recipe) -> None:
     """Refuses settings of other methods than the recipe's. Local methods share co2.tau, and most co2.compression."""
-    shared = {"tau", "tau_max"} | ({"compression"} & spec_of(recipe.method).takes)
+    shared = {"tau"} | ({"compression"} & spec_of(recipe.method).takes)
     keys = {name: entry.settings.key for name, entry in REGISTRY.items() if entry.settings}
     owners = [(key, [name]) for name, key in keys.items() if hasattr(recipe, key)]  # tasks differ in their methods
     for part, methods in [*owners, ("co2", [entry.name for entry in REGISTRY.values() if entry.reads_co2])]:

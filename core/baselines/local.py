@@ -32,7 +32,7 @@ def shared_settings(tau: int, compression: CompressionConfig | None, **more: Any
 
 
 def args_of(params: Sequence[Tensor], c: CO2Config, args: CommonArgs, *, overlap: bool = True) -> dict[str, Any]:
-    """Does build_args for a method that uses only tau, tau_max and compression of CO2's settings."""
+    """Does build_args for a method that uses only tau and compression of CO2's settings."""
     refuse_shards(params, args.get("group"))
     c.compression.check_given()
     c.compression.check(params, args.get("group"))

@@ -18,7 +18,6 @@ import shutil
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..buckets import is_dtensor, local_shard
-from ..errors import UserError, log
+from ..errors import UserError, log, warn
 from ..groups import host_group, leave_group, new_group, of_all
 from ..guards import failure as peers
 from ..guards.workers import all_finite, nonfinite_buffers
@@ -549,10 +548,9 @@ def save(
     _refuse_other_places(of_all((step, getattr(co2, "rounds", 0))))
     scheduled = getattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched", False)  # by torch's schedulers
     if scheduled and not any(hasattr(other, "get_last_lr") for other in (others or {}).values()):
-        warnings.warn(
+        warn(
             "save() gets no learning-rate scheduler, though one belongs to the optimizer: after load() it would start "
             'anew; give others={"schedule": scheduler} to save() and load()',
-            stacklevel=2,
         )
     own = {name: o for name, o in (others or {}).items() if hasattr(o, "state_dict") and not isinstance(o, type)}
     whole = {
@@ -654,7 +652,7 @@ def load(
     elif rank == 0:
         wrote = f"{before} workers wrote the checkpoint of step {state['step']}, {workers} go on"
         taken = f"each takes what the worker of its rank modulo {before} held; torch's random states begin anew"
-        warnings.warn(f"{wrote}: {taken}", stacklevel=3)
+        warn(f"{wrote}: {taken}")
     return state["step"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import CO2Config, tuner_for
@@ -12,7 +12,7 @@ from ..tau import smallest_tau
 STEPS = (0.01, 0.03, 0.1, 0.3, 1.0)  # seconds of a local step, if the user gives none
 ROUNDS = 40  # rounds after which a tuner that always gets the same times has settled
 WIDTH, FIRST = 100, 13  # columns of the screen, and of a line's name
-COLUMNS = "{:<11}{:<4}{:<12}{:<12}{:<8}{:<9}{:<7}{:<10}{:<9}{}"
+COLUMNS = "        {:<11}{:<4}{:<12}{:<13}{:<8}{:<9}{:<7}{:<10}{:<9}{}"
 TITLES = ("local step", "tau", "compression", "fragments", "exposed", "boundary", "DDP", "DDP int4", "r", "take")
 LINKS = {"within": "in a node", "across": "across nodes", "all": "all workers"}
 
@@ -81,6 +81,14 @@ def screen(report: Mapping[str, Any]) -> str:
         first, rest = name.ljust(FIRST), " " * FIRST
         lines.extend(textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False))
 
+    def rows(choices: Sequence[dict[str, Any]], titles: Sequence[str], *names: str) -> None:
+        lines.append(COLUMNS.format(*titles))
+        for c in choices:
+            shares = [f"{c[f'{name}_share']:.1%}" for name in ("exposed", "boundary", *names)]
+            late = f"{c['fragments']}, {c['late']:.1f} late"
+            row = (c["tau"], c["compression"], late, *[*shares, ""][:4], f"{c['float32_ratio']:.3g}", c["take"])
+            lines.append(COLUMNS.format(_time(c["step_seconds"]), *row))
+
     n, nodes = report["workers"], report["nodes"]
     many = f"{n} on {len(nodes)} node{'s' * (len(nodes) > 1)}" if n > 1 else "one process"
     names = textwrap.shorten(", ".join(dict.fromkeys(node["hostname"] for node in nodes)), 60, placeholder=" ...")
@@ -109,20 +117,17 @@ def screen(report: Mapping[str, Any]) -> str:
         line("  boundary", f"{_time(report['boundary_seconds'])} of its own work, once in tau steps")
     if choices := report["settings"]:
         line("settings", "of CO2Config.recommended, with the times above:")
-        lines.append(" " * FIRST + COLUMNS.format(*TITLES))
-        for c in choices:
-            shares = [f"{c[f'{name}_share']:.1%}" for name in ("exposed", "boundary", "ddp", "ddp_int4")]
-            late = f"{c['fragments']}, {c['late']:.1f} late"
-            row = (c["tau"], c["compression"], late, *shares, f"{c['float32_ratio']:.3g}", c["take"])
-            lines.append(" " * FIRST + COLUMNS.format(_time(c["step_seconds"]), *row))
+        rows(choices, TITLES, "ddp", "ddp_int4")
         line("", "r: a float32 all-reduce over a local step; take: the method that loses the least time")
-        for c in report.get("node_settings", ()):
-            shares = ", ".join(f"{name} {c[f'{name}_share']:.1%}" for name in ("exposed", "boundary", "inside"))
-            what = f"of {report['per_node']} with DDP inside, {_time(c['step_seconds'])}: tau {c['tau']}"
-            line("  nodes", f"{what}, {c['compression']}, {shares}, take {c['take']}")
+        if of_nodes := report.get("node_settings", ()):
+            line("  nodes", f"of {report['per_node']}, with DDP inside, which waits for the share of time in `inside`:")
+            rows(of_nodes, (*TITLES[:6], "inside", "", *TITLES[8:]), "inside")
         reason = f"{choices[0]['reason']}; with float32 {choices[0]['float32_tau']} steps"
         line("  why", reason if len(choices) == 1 else "--step_ms gives your own step, and says why")
-        line("  call", "CO2(model.parameters(), CO2Config.recommended(steps=N), buffers=model.buffers())")
+        given = "CO2(model.parameters(), CO2Config.recommended(steps=N), buffers=model.buffers()"
+        taken = sum(c["take"] == "nodes" for c in of_nodes)
+        given += f', mesh=node_mesh("{report["device"]["type"]}", {report["per_node"]})' if taken else ""
+        line("  call", f"{given}){', with mesh= where nodes are taken' * (0 < taken < len(of_nodes))}")
     for text in report["failures"]:
         line("FAILS", text)
     line("result", "a run would fail" if report["failures"] else "nothing found that would make a run fail")

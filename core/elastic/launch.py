@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.run import determine_local_world_size
 
-from ..errors import CollectiveError, UserError
+from ..errors import CollectiveError, UserError, whole
 from .allreduce import MOST
 from .etcd import Election, EtcdStore, NotLeading
 from .members import BEAT
@@ -399,12 +399,12 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
     )
     parser.error, add = refuse, parser.add_argument
     add("--nproc-per-node", default="1", help="ranks on this node, or gpu for one per GPU (default: 1)")
-    add("--per-node", type=int, default=1, help="ranks of each worker; 0 means all of a node (default: 1)")
-    add("--max-restarts", type=int, default=0, help="restarts of each worker (default: 0)")
+    add("--per-node", type=whole, default=1, help="ranks of each worker; 0 means all of a node (default: 1)")
+    add("--max-restarts", type=whole, default=0, help="restarts of each worker (default: 0)")
     add("--nnodes", default="1", help="number of nodes (default: 1)")
-    add("--node-rank", type=int, default=0, help="number of this node, from 0")
-    add("--master-addr", default="127.0.0.1", help="address of the first node")
-    add("--master-port", type=int, default=29500, help="a free port there (default: 29500)")
+    add("--node-rank", type=whole, help="number of this node, from 0")
+    add("--master-addr", help="address of the first node")
+    add("--master-port", type=whole, default=29500, help="a free port there (default: 29500)")
     add("--standalone", action="store_true", help="one node, as by default")
     add("--store", default="", help="etcd://HOST,HOST,HOST/RUN: a store that outlives any one machine")
     add("-m", "--module", action="store_true", help="the script is a module, as for python -m")
@@ -421,7 +421,7 @@ def refuse(message: str) -> NoReturn:
 def check_args(args: Namespace) -> None:
     """Raises UserError for numbers that cannot be, hosts without an address, and a script that is not there.
 
-    It accepts this launcher's options and torchrun's.
+    It accepts this launcher's options and torchrun's. If one node's number and address are None, it fills them in.
     """
     fewest, most = (str(args.nnodes).split(":") * 2)[:2]
     if not (re.fullmatch("[0-9]{1,6}(:[0-9]{1,6})?", str(args.nnodes)) and 0 < int(fewest) <= int(most)):
@@ -435,9 +435,17 @@ def check_args(args: Namespace) -> None:
         raise UserError(f"--master-port {args.master_port}: give 0 to 65535")
     if args.max_restarts < 0:
         raise UserError(f"--max-restarts {args.max_restarts}: give 0 or more")
+    endpoint = getattr(args, "rdzv_endpoint", "")
+    address = args.master_addr or endpoint or getattr(args, "store", "")
+    static = getattr(args, "rdzv_backend", "static") == "static"  # other backends of torchrun number the nodes
+    if int(most) > 1 and static and (args.node_rank is None or not address):
+        raise UserError(
+            f"--nnodes {args.nnodes} needs --node-rank and --master-addr: give on each node its number, from 0, and "
+            "the first node's address"
+        )
+    args.node_rank, args.master_addr = args.node_rank or 0, args.master_addr or "127.0.0.1"
     if not 0 <= args.node_rank < int(most):
         raise UserError(f"--node-rank {args.node_rank}: give 0 to {int(most) - 1}")
-    endpoint = getattr(args, "rdzv_endpoint", "")
     hosts = {"--master-addr": args.master_addr, "--rdzv-endpoint": endpoint.rpartition(":")[0] or endpoint}
     for option, host in hosts.items():
         try:

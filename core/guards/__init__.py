@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..buckets import tensors_of
+from ..buckets import NOTHING, tensors_of
 from ..errors import UserError
 from ..hooks import GUARDS, Hook
 from . import failure, inputs, uncaught  # noqa: F401 - uncaught prints mistakes that nobody catches
@@ -23,6 +23,8 @@ def make_hooks(outlier: float | None, choosing: Sequence[Hook], args: Mapping[st
     masters, average = tensors_of(args.get("model_params", ()), "parameters"), args.get("average")
     if not isinstance(more := args.get("hooks", ()), Sequence):
         raise UserError(f"hooks={more!r}: give a list of them")
+    if "model_params" in args and not masters:
+        raise UserError(f"model_params: {NOTHING}")
     hooks: list[Hook] = [OutlierFilter(outlier), *choosing, ReplicaChecksum(), *more]
     hooks += [MasterWeightSync(masters)] if masters else []
     if average is not None and not (isinstance(average, list | tuple) and not average):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buckets import copy, is_dtensor, local_shard, unique, views
+from ..buckets import copy, is_dtensor, local_shard, tensors_of, unique, views
 from ..comm import Stage, sum_flats
-from ..errors import UserError
+from ..errors import UserError, warn
 from ..groups import compare, of_all
 from ..hooks import Hook, HookedMethod
 from .inputs import overlapping
@@ -21,7 +19,6 @@ from .usage import writes
 
 Tensors = Iterable[Tensor] | nn.Module
 Given = Tensors | Callable[[], Tensors]
-KINDS = "give a module, a list of tensors, or a function that returns one of these"
 
 
 class ExtraAverage(Hook):
@@ -42,9 +39,11 @@ class ExtraAverage(Hook):
         self._given: Given = given
         self.compared = "average= with a function"
         if isinstance(given, nn.Module) or not callable(given):
-            self._given = found = tensors_of(given)
+            self._given = found = averaged_tensors(given)
             if not found:
-                raise UserError(f"average: no floating-point tensor is given: {KINDS}")
+                raise UserError(
+                    "average: no floating-point tensor is given: give a module, a list, or a function that returns one"
+                )
             self.alike = [local_shard(t) for t in found]
             self.compared = f"average= with {len(found)} tensors"
         self._has_stepped = self._has_checked = False
@@ -76,10 +75,9 @@ class ExtraAverage(Hook):
         if self.alike and self._has_stepped and not self._has_checked:
             self._has_checked = True
             if self._first == writes(self.alike):
-                warnings.warn(
+                warn(
                     f"average: none of the {len(self.alike)} tensors has changed in training: if the loop replaces "
-                    "them, as average[name] = ... does, pass a function: average=lambda: list(average.values())",
-                    stacklevel=2,
+                    "them, as average[name] = ... does, pass a function: average=lambda: list(average.values())"
                 )
         whole = [t for t in found if not (m.node.separate or is_dtensor(t))]
         parts = [local_shard(t) for t in found if m.node.separate or is_dtensor(t)]
@@ -96,7 +94,7 @@ class ExtraAverage(Hook):
         """
         found, problem = list[Tensor](), ""
         try:
-            found = tensors_of(self._given)
+            found = averaged_tensors(self._given)
             self._check_overlap([local_shard(t) for t in found])
         except UserError as error:
             problem = str(error)
@@ -142,10 +140,7 @@ class ExtraAverage(Hook):
             if weight:
                 t.copy_(total.div_(weight))
         if (few := sum(0 < weight < count for weight in of_each)) and m.is_log_rank:
-            warnings.warn(
-                f"average: {few} of {len(tensors)} tensors were not finite on some workers, which did not count there",
-                stacklevel=2,
-            )
+            warn(f"average: {few} of {len(tensors)} tensors were not finite on some workers, which did not count there")
 
     def _check_overlap(self, tensors: Sequence[Tensor]) -> None:
         """Raises UserError if a tensor shares memory with a tensor that the method averages already."""
@@ -180,23 +175,15 @@ class MasterWeightSync(Hook):
         copy(self.model_params, self.method.params)
 
 
-def tensors_of(given: Given) -> list[Tensor]:
+def averaged_tensors(given: Given) -> list[Tensor]:
     """Returns the floating-point tensors in average=, each once. UserError if one cannot be averaged."""
     if callable(given) and not isinstance(given, nn.Module):
         given = given()
     if isinstance(given, nn.Module):
         given = itertools.chain(given.parameters(), given.buffers())
-    if isinstance(given, Tensor) or not isinstance(given, Iterable):
-        raise UserError(f"average: one {type(given).__name__} is given: {KINDS}")
-    tensors: list[Any] = list(given)
+    tensors = tensors_of(given, "average")
     for t in tensors:
-        if not isinstance(t, Tensor):
-            raise UserError(f"average: a {type(t).__name__} is among the tensors: {KINDS}")
-        if nn.parameter.is_lazy(t):
-            raise UserError("average: a lazy module's parameter has no shape yet: call the module once before")
         what = f"average: a tensor of shape {tuple(t.shape)}"
-        if t.is_meta:
-            raise UserError(f"{what} has no memory (meta device): give it after it is made")
         if t.is_complex():
             raise UserError(f"{what} is complex: give torch.view_as_real(tensor)")
         if t.layout != torch.strided:

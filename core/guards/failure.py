@@ -30,7 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm import UNKNOWN, AsyncAllReduce
+from ..comm import RESUME, UNKNOWN, AsyncAllReduce
 from ..errors import CollectiveError, UserError
 from ..groups import of_all
 
@@ -189,7 +189,7 @@ def explain(error: BaseException) -> CollectiveError | None:
     if isinstance(error, CollectiveError) or not (isinstance(error, RuntimeError) and is_dist) or _peers is None:
         return None
     reason = text.strip().partition("\n")[0].partition(". This is")[0]
-    return CollectiveError(f"rank {_peers.rank}: a collective failed; {describe_failed()}: {reason}")
+    return CollectiveError(f"rank {_peers.rank}: a collective failed; {describe_failed()}: {reason}; {RESUME}")
 
 
 # -- a call that every worker must make ---------------------------------------------------------------------------
@@ -229,7 +229,8 @@ def come_together(what: str) -> None:
         next_question = waited + min(waited, 30.0)
         answers = _peers.ask(_peers.known, "where") if _peers is not None else {}
         if waited > MAX_WAIT or not {"gone", "failed"}.isdisjoint(answers.values()):
-            raise CollectiveError(f"{what}: not all workers came within {waited:.0f} s; {describe_failed()}")
+            why = f"not all workers came within {waited:.0f} s; {describe_failed()}"
+            raise CollectiveError(f"{what}: {why}: {RESUME}")
         progress = {rank: answer.split() for rank, answer in answers.items() if answer.count(" ") == 2}
         missing = {rank: fields for rank, fields in progress.items() if int(fields[1]) < _calls}
         passed = [rank for rank, fields in missing.items() if int(fields[0]) > AsyncAllReduce.launches]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..buckets import is_dtensor
+from ..buckets import NOTHING, is_dtensor
 from ..comm import Reducer
 from ..errors import UserError, env_number, require
 from ..groups import WORLD, backend_for, is_alive, of_all
@@ -29,6 +29,8 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
 
     `given` are the user's parameters, `params` the trained ones with DTensors' local shards.
     """
+    if not given:
+        raise UserError(NOTHING)
     if not params:
         raise UserError("no parameter requires a gradient: nothing to train")
     if not any(p.numel() for p in given if p.requires_grad):  # a DTensor counts all of its shards

@@ -2,14 +2,12 @@
 
 import os
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
-from ..errors import UserError
+from ..errors import OTHERS, UserError
 
 
 def _report(error: BaseException | None, at: TracebackType | None, otherwise: Callable[[], object]) -> None:
@@ -17,10 +15,7 @@ def _report(error: BaseException | None, at: TracebackType | None, otherwise: Ca
     if not isinstance(error, UserError) or "CO2_TRACEBACK" in os.environ:
         otherwise()
         return
-    paths = sysconfig.get_paths()
-    others = (str(Path(__file__).parents[1]), *(paths[key] for key in ("stdlib", "purelib", "platlib")))
-    others = ("<", *(os.path.join(folder, "") for folder in others))
-    own = [frame for frame in traceback.extract_tb(at) if not frame.filename.startswith(others)]
+    own = [frame for frame in traceback.extract_tb(at) if not frame.filename.startswith(OTHERS)]
     where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     print(f"error: {' '.join(str(error).split())}{where}", file=sys.stderr)
 

@@ -6,8 +6,8 @@ import atexit
 import functools
 import os
 import sys
-import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..buckets import local_shard, parts_of, views
-from ..errors import UserError
+from ..errors import UserError, warn
 from ..hooks import Hook, HookedMethod
 from ..outer import norm
 from .inputs import FSDP, _imported, _instances, _ranks, refuse_fsdp
@@ -36,7 +36,7 @@ SYNC_NORM = (
 )
 AVERAGES = (
     "the model is in {kind}, which averages gradients among {among} of these workers in every step while they wait, so "
-    "nothing is hidden: give the plain model to your loop, not that module, or, with a mesh, one over "
+    "nothing is hidden: remove {kind} and call the plain model, or, with a mesh, give it "
     "process_group=mesh.get_group(1)"
 )
 
@@ -51,7 +51,7 @@ def _warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], gr
     workers, ours = _ranks(group), {id(t) for t in (*params, *buffers)}
     norms = [m for m in _instances(nn.modules.batchnorm._BatchNorm) if m.training and m.running_mean is not None]
     if any(id(m.weight) in ours and id(m.running_mean) not in ours for m in norms):
-        _warn(
+        warn(
             "the model has BatchNorm, and its statistics are not among the buffers, so each worker evaluates with its "
             "own: give buffers=model.buffers()"
         )
@@ -83,12 +83,7 @@ def _warn_of_pass(module: nn.Module) -> None:
         text = _waiting[module]
         for other in [m for m, its in _waiting.items() if its == text]:
             del _waiting[other]
-        _warn(text)
-
-
-def _warn(text: str) -> None:
-    """Warns at the line of the caller's caller."""
-    warnings.warn(text, stacklevel=3)
+        warn(text)
 
 
 class UsageChecks(Hook):
@@ -96,8 +91,8 @@ class UsageChecks(Hook):
 
     It warns if parameters were written between the end of a round and the next step of an optimizer. torch counts
     writes to a tensor, and torch's optimizers call a hook before their step, so this costs nothing per step. Writes
-    through `.data` are noticed if the memory changes. finish() warns if optimizer steps were not followed by a call of
-    step(), and the end of the process if finish() is missing.
+    through `.data` are noticed if the memory changes. finish() counts optimizer steps that no call of step() has
+    followed, and warns of them. The end of the process warns if finish() is missing.
 
     Only in the first rounds it looks for more mistakes:
 
@@ -105,8 +100,9 @@ class UsageChecks(Hook):
     - Optimizers of parameters that no method averages. This is an error if none of the method's own parameters has
       changed in the round, otherwise a warning. Later, only new or extended optimizers are checked.
     - Calls of step() without an optimizer step or a change since the previous call, while finite gradients exist. With
-      gradient accumulation these are calls after each micro-batch. If a GradScaler skips a step, gradients are not
-      finite.
+      gradient accumulation these are calls after each micro-batch. If only the first call is such, step() comes before
+      optimizer.step(). If a GradScaler skips a step, gradients are not finite.
+    - Calls of step() after several steps of every optimizer.
 
     Args:
         model_params: See MasterWeightSync. DistributedDataParallel may wrap them.
@@ -114,11 +110,11 @@ class UsageChecks(Hook):
 
     def __init__(self, model_params: Sequence[Tensor] = ()):
         self._model_params = model_params
-        self._rounds = self._calls = self._idle = 0  # calls of step(), and how many of them follow no change
-        self._updated = False  # whether an optimizer of these parameters has stepped since the last call
+        self._rounds = self._calls = self._many = 0  # calls of step(), and how many of them follow several steps
+        self._idle = list[int]()  # the calls that follow no change
+        self._own_steps = Counter[int]()  # steps of each optimizer of these parameters since the last call or boundary
         self._trained = False  # whether these parameters have changed since the method wrote them
         self._steps = 0  # optimizer steps since then, of any parameters
-        self._uncounted = 0  # optimizer steps of these parameters since the last boundary
         # optimizers -> their number of parameters, and whether the method's are among them
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]()
         self._unmanaged: dict[int, Tensor] = {}  # optimizers' parameters that no method averages, also frozen ones
@@ -139,20 +135,33 @@ class UsageChecks(Hook):
         self.after_param_update(at_boundary=True)
 
     def before_step(self) -> bool:
-        """Warns of calls without an update between them."""
+        """Warns of calls that do not follow one optimizer step each."""
         before, self._last = self._last, writes(self._params)
-        self._calls += 1
-        self._idle += not self._updated and self._last == before and self._gradients_wait()
-        self._updated = False
-        if 1 < self._idle < self._calls and 3 * self._idle >= self._calls:  # equal: torch counts none of the writes
-            warnings.warn(
-                f"in {self._idle} of the first {self._calls} calls of {self.method.name}.step() no parameter had "
-                "changed since the call before, while gradients wait: with gradient accumulation call it once after "
-                "each optimizer.step(), not after each micro-batch, because tau counts its calls",
-                stacklevel=3,
+        steps, calls, name = min(self._own_steps.values(), default=0), self._calls + 1, f"{self.method.name}.step()"
+        self._own_steps.clear()
+        self._calls, self._many = calls, self._many + (steps > 1)
+        self._idle += [calls] if not steps and self._last == before and self._gradients_wait() else []
+        idle, found = len(self._idle), ""
+        if 1 < idle < calls and 3 * idle >= calls:  # equal: torch counts none of the writes
+            found = (
+                f"in {idle} of the first {calls} calls of {name} no parameter had changed since the call before, while "
+                "gradients wait: with gradient accumulation call it once after each optimizer.step(), not after each "
+                "micro-batch, because tau counts its calls"
             )
-            return True
-        return self._rounds >= FIRST and self._calls >= FIRST_CALLS
+        elif self._idle == [1] and calls == 3:
+            found = (
+                f"{name} comes before optimizer.step(): at its first call gradients waited, and no parameter had "
+                "changed; call it after each optimizer.step(), or an average lacks the step that ends its round"
+            )
+        elif self._many > 1:
+            found = (
+                f"{steps} optimizer steps came between two calls of {name}, which counts one, so a round has "
+                f"{steps * self.method.tau} steps, not tau={self.method.tau}: call it after every optimizer.step(); it "
+                "averages by itself after tau calls"
+            )
+        if found:
+            warn(found)
+        return bool(found) or (self._rounds >= FIRST and self._calls >= FIRST_CALLS)
 
     def _gradients_wait(self) -> bool:
         """Returns whether there are gradients, all finite and not all zero."""
@@ -160,17 +169,18 @@ class UsageChecks(Hook):
         found = [parts_of(local_shard(grad))[-1] for grad in given]
         return all(bool(g.isfinite().all()) for g in found) and any(bool(g.any()) for g in found)
 
-    def before_finish(self) -> None:
-        """Warns of optimizer steps without a call of step()."""
+    def before_finish(self) -> int:
+        """Returns the number of optimizer steps without a call of step(), and warns of them."""
         if self.method.local_steps:  # the optimizer's first step has checked
-            return
+            return 0
         self._check(self.method.trained)
-        if self._uncounted:
-            warnings.warn(
-                f"{self._uncounted} optimizer steps since the last round of {self.method.name} are discarded, because "
-                "no call of step() has followed them: call step() once after every optimizer.step(), on every worker",
-                stacklevel=3,
+        if steps := max(self._own_steps.values(), default=0):
+            warn(
+                f"no call of step() has followed {steps} optimizer steps since the last round of {self.method.name}: "
+                "finish() averages them as one round, unless step(last=True) came before them; call step() once after "
+                "every optimizer.step(), on every worker"
             )
+        return steps
 
     def before_allreduce(self) -> None:
         """Searches for modules once, and reports parameters that no method averages."""
@@ -190,10 +200,7 @@ class UsageChecks(Hook):
                 "changed: make the method after whatever replaces parameters (load_state_dict(assign=True), deepcopy, "
                 "to_empty, a wrapper), and give it the parameters that the optimizer has"
             )
-        warnings.warn(
-            f"an optimizer trains {what}: workers will differ in them; give the method all trained parameters",
-            stacklevel=2,
-        )
+        warn(f"an optimizer trains {what}: workers will differ in them; give the method all trained parameters")
 
     def on_excluded(self, where: Tensor) -> None:
         """Zeroes the state of torch's own optimizers. Other libraries' may hold what must not be zero."""
@@ -204,8 +211,9 @@ class UsageChecks(Hook):
     def after_param_update(self, *, at_boundary: bool) -> None:
         self._start = self._last = writes(self._params)
         self._unchecked = set(range(len(self._start))) if at_boundary else set()
-        self._updated, self._trained, self._steps = False, False, 0
-        self._uncounted = 0 if at_boundary else self._uncounted
+        self._trained, self._steps = False, 0
+        if at_boundary:
+            self._own_steps.clear()
 
     def on_close(self) -> None:
         """Ends the checks, because others may write the parameters now."""
@@ -218,8 +226,8 @@ class UsageChecks(Hook):
         if is_new := before != len(params):
             is_own |= any(id(p) in self._number for p in params)
             self._optimizers[optimizer] = len(params), is_own
-        self._uncounted += is_own
-        self._updated |= is_own
+        if is_own:
+            self._own_steps[id(optimizer)] += 1
         early = self._rounds < FIRST or is_new
         if early or self._unchecked:
             self._trained |= is_own and any(p.grad is not None for p in params if id(p) in self._number)
@@ -259,11 +267,10 @@ class UsageChecks(Hook):
             tolerance = ROUGHLY if m.begins_apart else TOLERANCE
             written = [i for i in written if _differ(p := self._params[i], starts[id(p)].to(p.dtype), tolerance)]
         if written and (m.anchors or m.state):  # without state, nothing pulls weights back
-            warnings.warn(
+            warn(
                 f"{len(written)} of {len(self._params)} parameters were changed since the last round closed, and not "
                 "by an optimizer: if weights were loaded, call resync() on all workers, or the next rounds, finish() "
-                "and the end of a with block pull them back to where the old ones were",
-                stacklevel=2,
+                "and the end of a with block pull them back to where the old ones were"
             )
 
     def unfinished(self) -> str:

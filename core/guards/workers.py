@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..buckets import Bucket, local_shard, same_values, views, wipe, zero_each
-from ..errors import DivergedError, UserError, log
+from ..buckets import Bucket, local_shard, names_of, same_values, views, wipe, zero_each
+from ..errors import DivergedError, UserError, log, warn
 from ..groups import of_all
 from ..hooks import Hook, HookedMethod, Judge, ReductionInfo
 from ..outer import norm
@@ -148,7 +146,7 @@ class OutlierFilter(Judge):
                 raise DivergedError(f"{text}, as in the {repeats - 1} rounds before; {remedy}")
             if self.method.is_log_rank:
                 log.info("%s; it restarts from the outer iterate", text)
-                warnings.warn(f"{text}; it restarts from the outer iterate: {remedy} if this goes on", stacklevel=2)
+                warn(f"{text}; it restarts from the outer iterate: {remedy} if this goes on")
 
     @torch.no_grad()
     def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
@@ -260,13 +258,9 @@ def _reaches(flag: Tensor, v: Tensor) -> bool:
 
 
 def described(number: int, buffer: Tensor) -> str:
-    """Describes a buffer for a message: its number, the module that has it, its name there, and its shape."""
-    owner = ""
-    for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:
-        held = vars(module).get("_buffers")
-        for name, b in held.items() if isinstance(held, dict) else ():  # a ScriptModule has no dict
-            owner = owner or (f" ({name} of a {type(module).__name__})" if b is buffer else "")
-    return f"buffer {number}{owner}, of shape {list(buffer.shape)}"
+    """Describes a buffer for a message: its number, its name in a module, if any, and its shape."""
+    (name,) = names_of([buffer])
+    return f"buffer {number}{f' ({name})' * bool(name)}, of shape {list(buffer.shape)}"
 
 
 class NodeCheck(Hook):
@@ -374,11 +368,10 @@ class ReplicaChecksum(Hook):
         if m.is_log_rank:
             log.info("round %d: the workers' outer state differs, and rank 0's is sent to all", info.round)
         if repaired < 0 and m.allreduce.rank == 0:
-            warnings.warn(
+            warn(
                 f"the workers' outer state was not the same in round {info.round}, as on different machines: "
                 f"rank 0's state is sent to all, at most once in {REPAIR_EVERY} rounds; use equal machines, builds of "
-                "torch and thread counts to prevent this",
-                stacklevel=2,
+                "torch and thread counts to prevent this"
             )
 
 

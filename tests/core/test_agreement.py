@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, make_method
+from core.baselines import LocalSGD
 from core.comm import AsyncAllReduce
 from core.config import CompressionConfig
 from core.groups import broadcast
@@ -54,6 +55,36 @@ def test_what_a_gpu_tells_late_is_of_as_many_workers_as_there_were(monkeypatch: 
     with pytest.warns(UserWarning, match="rank 2 is excluded from the average of round 0"):
         bare._deliver_scalars()
     assert not bare.stats.drifted
+
+
+def layers(*names: str) -> nn.Module:
+    net = nn.Module()
+    for name in names:
+        net.add_module(name, nn.BatchNorm1d(3))
+    return net
+
+
+@on_ranks(2)
+def test_tensors_in_another_order_are_refused_if_modules_hold_them(rank: int):
+    """As of a model that is built from a set of names. A wrapper on one worker is none of this."""
+    names, config = ("a", "b") if rank == 0 else ("b", "a"), CO2Config.paper(2)
+    makers: list[Callable[[nn.Module], Any]] = [
+        lambda net: CO2(net.parameters(), config),
+        lambda net: LocalSGD(net.parameters(), 2),
+        lambda net: LocalSGD([nn.Parameter(torch.ones(2))], 2, average=net),
+        lambda net: make_method("ddp", net),
+    ]
+    for make in makers:
+        said = problems.refusal(make, layers(*names))
+        assert "rank 0 has Module.a.weight where rank 1 has Module.b.weight, and these would be averaged" in said
+    net = layers("a", "b")
+    given = [p for name in names for p in net.get_submodule(name).parameters()]
+    assert "where rank 1 has Module.b.weight" in problems.refusal(CO2, given, config)
+    buffers = [b for name in names for b in net.get_submodule(name).buffers()]
+    said = problems.refusal(lambda: CO2(net.parameters(), config, buffers=buffers))
+    assert "rank 0 has Module.a.running_mean where rank 1 has Module.b.running_mean" in said
+    wrapped = nn.Sequential(net) if rank else net
+    CO2(wrapped.parameters(), config, buffers=wrapped.buffers()).close()
 
 
 @on_ranks(2)

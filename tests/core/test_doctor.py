@@ -99,6 +99,17 @@ def test_nodes_are_taken_where_they_lose_less_with_ddp_inside():
     assert (fast["take"], fast["inside_share"]) == ("nodes", 0.0), "hidden by a backward pass of 0.067 s"
     wait = 1.0 - 0.2 / 3
     assert slow["take"] == alone["take"] and slow["inside_share"] == pytest.approx(wait / (0.1 + wait))
+    report = {"workers": 4, "nodes": [{"hostname": "a", "device": "x"}] * 2, "backend": "gloo", "infiniband": ""}
+    report |= {"device": {"type": "cpu", "memory_bytes_per_worker": 1 << 30}, "workers_per_node": 2, "failures": []}
+    report |= {"links": {"all": None}, "compressions": {}, "params": 1, "per_node": 2, "settings": [alone] * 2}
+    mesh = 'buffers=model.buffers(), mesh=node_mesh("cpu", 2))'
+    for of_nodes, call in (([fast] * 2, mesh), ([fast, slow], f"{mesh}, with mesh= where nodes are taken")):
+        wide = [c | {"take": "DDP, int4", "float32_ratio": 1234.5, "late": 10.25} for c in of_nodes]
+        lines = screen(report | {"node_settings": of_nodes}).splitlines()
+        assert " ".join(" ".join(lines).split("  call ")[1].split()).startswith("CO2(model.parameters(), CO2Config.re")
+        assert call + " result" in " ".join(" ".join(lines).split())
+        lines += screen(report | {"settings": wide, "node_settings": wide}).splitlines()
+        assert max(map(len, lines)) <= 100 and all("late" in line for line in lines if "100 ms" in line), lines
 
 
 def test_nodes_are_hosts():
@@ -231,7 +242,11 @@ def test_the_command_on_two_nodes_of_two(tmp_path: Path):
     assert (found["format"], found["workers"], found["workers_per_node"], found["params"]) == (1, 4, 2, 200000)
     assert set(found["compressions"]) == {"float32", "int4"}
     (settings,), (of_nodes,) = found["settings"], found["node_settings"]
-    assert found["per_node"] == 2 and of_nodes["take"] in ("nodes", settings["take"]) and "  nodes      of 2" in said
+    assert (
+        found["per_node"] == 2
+        and of_nodes["take"] in ("nodes", settings["take"])
+        and "  nodes      of 2, with DDP inside" in said
+    )
     assert settings["step_seconds"] == 0.05 and settings["tau"] >= 1 and settings["compression"] in ("int4", "float32")
     assert settings["float32_ratio"] == found["compressions"]["float32"]["seconds"] / 0.05
     assert not found["failures"]

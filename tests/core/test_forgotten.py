@@ -1,7 +1,8 @@
-"""Loops that train without the method's knowledge: each is warned of once, and a right loop never is."""
+"""Loops that train without the method's knowledge: each is warned of once, at its own line. A right loop never is."""
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from core import CO2, CO2Config
 from core.baselines import LocalSGD
 from tests.on_ranks import on_ranks
 
-PAPER = CO2Config.paper(2)
+PAPER, KEEP = CO2Config.paper(2), CO2Config.recommended(steps=400, tau=4)
 
 
 def loop(act: Callable[..., None], method: str = "co2") -> list[str]:
@@ -36,6 +37,7 @@ def loop(act: Callable[..., None], method: str = "co2") -> list[str]:
         act(model, optimizer, co2, train)
         co2.finish()
         co2.close()
+    assert {w.filename for w in found} <= {__file__}, "the user's line"
     return [str(w.message) for w in found]
 
 
@@ -49,6 +51,21 @@ def tail_alone(model, optimizer, co2, train):
         train(optimizer)
         if step < 4:
             co2.step()
+
+
+def every_tau_steps(model, optimizer, co2, train):
+    for step in range(12):
+        train(optimizer)
+        if step % 3 == 2:
+            co2.step()
+
+
+def before_the_optimizer(model, optimizer, co2, train):
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        co2.step()
+        optimizer.step()
 
 
 def a_layer_added(model, optimizer, co2, train):
@@ -68,8 +85,10 @@ def unfrozen(model, optimizer, co2, train):
 
 
 WRONG = {
-    never: "5 optimizer steps since the last round of CO2 are discarded",
-    tail_alone: "5 optimizer steps since the last round of CO2 are discarded",
+    never: "no call of step() has followed 5 optimizer steps since the last round of CO2",
+    tail_alone: "no call of step() has followed 5 optimizer steps since the last round of CO2",
+    every_tau_steps: "3 optimizer steps came between two calls of CO2.step(), which counts one, so a round has 6 steps",
+    before_the_optimizer: "CO2.step() comes before optimizer.step()",
     a_layer_added: "an optimizer trains 2 parameters that no method averages, the first of shape [2, 2]",
     unfrozen: "an optimizer trains 2 parameters that no method averages, the first of shape [4, 4]",
 }
@@ -102,8 +121,18 @@ def hand_written(model, optimizer, co2, train):
         co2.step()
 
 
+def two_optimizers(model, optimizer, co2, train):
+    """One of which steps more often, as a discriminator's does."""
+    first, second = (torch.optim.SGD(layer.parameters(), 0.1) for layer in model)
+    for _ in range(14):
+        train(first)
+        train(first)
+        train(second)
+        co2.step()
+
+
 @pytest.mark.parametrize("method", ["co2", "local"])
-@pytest.mark.parametrize("act", [right, hand_written])
+@pytest.mark.parametrize("act", [right, hand_written, two_optimizers])
 def test_a_right_loop_is_not(act: Callable[..., None], method: str):
     assert not loop(act, method)
 
@@ -118,6 +147,28 @@ def test_the_worker_that_never_calls_step_says_so(rank: int):
 
     told = loop(act)
     assert any("4 optimizer steps" in text for text in told) if rank else not told
+
+
+@pytest.mark.parametrize("steps", [3, 5])  # in a round, and at its end
+@pytest.mark.parametrize("method", ["paper", "keep_local", "local"])
+@on_ranks(2)
+def test_steps_that_step_did_not_count_are_averaged(rank: int, method: str, steps: int):
+    """As if step() had followed them in a longer round."""
+    ends = []
+    for counted in (True, False):
+        p = nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([p], 0.1)
+        with warnings.catch_warnings(action="ignore"):
+            co2: Any = LocalSGD([p], 4) if method == "local" else CO2([p], PAPER if method == "paper" else KEEP)
+            for _ in range(steps):
+                p.grad = torch.full((3,), 1.0 + rank)
+                optimizer.step()
+                if counted:
+                    co2.local_steps += 1
+            co2.finish()
+        co2.close()
+        ends.append(p.detach().clone())
+    assert torch.equal(*ends) and torch.allclose(ends[0], torch.full((3,), -0.15 * steps)), ends
 
 
 @on_ranks(2)

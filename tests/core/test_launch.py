@@ -33,7 +33,11 @@ from tests.ports import listening_at
         ("-m core.errors.x", "-m core.errors.x: there is no such module; "),
         ("-m core.elastic", "-m core.elastic: there is no such module; "),  # a folder without __main__.py
         ("--nproc-per-node two -m this", "--nproc-per-node two: give 1 to 1024, or gpu"),
-        ("--master-port x -m this", "argument --master-port: invalid int value: 'x': --help lists the options"),
+        ("--master-port x -m this", "argument --master-port: x: give a whole number: --help lists the options"),
+        ("--max-restarts x -m this", "argument --max-restarts: x: give a whole number: --help lists the options"),
+        ("--nnodes 2 -m core.doctor", "--nnodes 2 needs --node-rank and --master-addr: give on each node its number"),
+        ("--nnodes 2 --node-rank 0 -m core.doctor", "--nnodes 2 needs --node-rank and --master-addr: "),
+        ("--nnodes 2 --master-addr localhost -m core.doctor", "--nnodes 2 needs --node-rank and --master-addr: "),
         ("--nnodes 2 --node-rank 1 --master-addr no..host -m this", "--master-addr no..host: it is no host name: give"),
         ("--nproc-per-node 3 --per-node 2 -m this", "per_node=2 does not divide the 3 ranks of a node: "),
         ("--nproc-per-node 2 --per-node -2 -m this", "per_node=-2 does not divide the 2 ranks of a node: "),
@@ -55,6 +59,10 @@ def test_torchruns_options_are_checked_alike(monkeypatch: pytest.MonkeyPatch):
 
     assert launch.is_module("core.doctor") and launch.is_module("tests.core.test_launch")
     monkeypatch.setattr(launch.socket, "getaddrinfo", resolve)
+    several = get_args_parser().parse_args(["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a", "x.py"])
+    several.node_rank = None  # as training.launch has it, of which other backends need none
+    with pytest.raises(UserError, match="x.py: there is no such file"):
+        launch.check_args(several)
     for option, host in (("--master-addr", "node0"), ("--rdzv-endpoint", "node0:29400")):
         args = get_args_parser().parse_args([option, host, "-m", "this"])
         with pytest.raises(UserError, match=f"^{option} node0: Name or service not known: give the first node's name"):

@@ -182,6 +182,27 @@ def test_the_cap_says_what_stays_exposed():
     assert TauTuner(tau_max=2).tau == 2
 
 
+def test_a_given_tau_is_its_own_cap_in_the_log(caplog: pytest.LogCaptureFixture):
+    """recommended(steps=N) has a tau_max of N / 20, below tau. Also a wait is at most as long as a round."""
+    config = replace(CO2Config.recommended(steps=200, tau=24), fragments=1)
+    assert config.tau_max == 10
+    tuner = TauTuner(config.tau_max, given=24, compressions={"int8": 1.0, "float32": 4.0})
+    schedule = AdaptiveTau(24, "auto", tuner)
+    schedule.method = SimpleNamespace(is_log_rank=True, rounds=9)  # pyright: ignore[reportAttributeAccessIssue]
+    caplog.set_level("INFO", "co2_training")
+    for allreduce in (0.02, 4.0):
+        for _ in range(SETTLE + 9):
+            schedule._decided = tuner.receive(9, [0.1], [allreduce])
+            schedule.on_round_end()
+    told = [record.getMessage() for record in caplog.records]
+    waits = [text.partition(" after ")[2] for text in told if "waits for an average" in text]
+    assert waits[0].startswith("1 local") and waits[-1].startswith("24 local"), told
+    cut = TauTuner(10, given=24, cuts=True)
+    feed(cut, 9, 0.1, 2.05)
+    assert cut.fragments == 8 and cut.decisions[-1].reason.endswith("25 steps would outlast it, tau=24 leaves 0 s a "
+                                                                    "round exposed")  # fmt: skip
+
+
 def receives(tuner: TauTuner, n: int, allreduce: float, boundary: float = 0.0, step: float = 0.1) -> None:
     for _ in range(n):
         tuner.receive(0, [step, step], [allreduce, allreduce], [boundary, 0.0])

@@ -82,7 +82,7 @@ def test_help_lists_what_is_needed_first_and_help_all_lists_the_rest(
 def test_settings_of_the_own_method_and_what_a_recipe_brings_are_not_refused():
     slowmo = parse(RECIPES, ["toy_a", "--method", "slowmo", "--slowmo.outer_momentum", "0.1", "--co2.tau", "3"])
     assert slowmo.slowmo.outer_momentum == 0.1
-    assert parse(RECIPES, ["toy_a", "--method", "ddp", "--co2.tau", "3", "--co2.tau_max", "5"]).co2.tau == 3
+    assert parse(RECIPES, ["toy_a", "--method", "ddp", "--co2.tau", "3"]).co2.tau == 3
     own = {"toy": replace(Toy(), slowmo=SlowMoConfig(outer_momentum=0.3))}
     assert parse(own, ["toy", "--method", "co2"]).slowmo.outer_momentum == 0.3
 
@@ -157,6 +157,7 @@ def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pyte
         (["--method", "local", "--shard"], "shard=True is CO2's own"),
         (["--overlap_local.pull", "0.1", "--method", "ddp"], "overlap_local.pull=0.1 is method overlap_local's own"),
         (["--co2.clip", "0.1", "--method", "local"], "co2.clip=0.1 is method co2's own, method 'local' does not have"),
+        (["--co2.tau_max", "5", "--method", "local"], "co2.tau_max=5 is method co2's own, method 'local' does not have"),
         (["--zero", "-1"], "invalid choice"),
         *(([f"--out={out}"], "out='' is the folder that you are in: name one") for out in ("", ".")),
         (["--epoch", "3"], "Unrecognized options: --epoch, 3; did you mean --epochs"),
@@ -363,7 +364,18 @@ DAMAGED = [
     ({"recipe": STORED, "world_size": "x"}, "world_size='x' is no number of workers; give the folder of a run"),
     ({"recipe": STORED, "world_size": 0}, "world_size=0 is no number of workers"),
     ({"recipe": STORED | {"batch_size": "4"}, "world_size": 1}, "config.json is damaged ("),
-    ({"recipe": STORED | {"epochs": -1}, "world_size": 1}, "(epochs=-1: give 1 or more): restore it"),
+    (
+        {"recipe": STORED | {"epochs": -1}, "world_size": 1, "commit": "abc"},
+        "config.json: this version refuses its settings (epochs=-1: give 1 or more): check out commit abc to read it",
+    ),
+    (
+        {"recipe": STORED | {"emd": 3}, "world_size": 1, "commit": "abc", "command": ["/x/training/train.py"]},
+        "is a run of recipe toy with emd=3, a setting that is gone: check out commit abc to read it",
+    ),
+    (
+        {"recipe": STORED | {"emd": 3}, "world_size": 1, "command": ["/x/vision/train.py"]},
+        "with emd=3, a setting that training does not have: use its own task's command",
+    ),
     ({"recipe": STORED | {"co2": []}, "world_size": 1}, "([] in place of settings)"),
 ]
 

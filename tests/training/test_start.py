@@ -299,9 +299,15 @@ def test_a_second_signal_ends_the_run_at_once_and_signals_are_their_own_again_af
     assert signal.getsignal(signal.SIGTERM) == stop._on_signal, "of a run that is stopped nothing else is"
 
 
-def test_a_store_without_elastic_is_refused(tmp_path: Path):
-    options = "--nproc-per-node", "1", "--store", "etcd://a/run", "script.py"
-    process = fork_script(tmp_path / "said", "training.launch", *options)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--store etcd://a/run script.py", "--store etcd://a/run is for elastic"),
+        ("--nnodes 2 -m core.doctor", "--nnodes 2 needs --node-rank and --master-addr: "),
+    ],
+)
+def test_what_the_launcher_cannot_start_is_refused(options: str, told: str, tmp_path: Path):
+    process = fork_script(tmp_path / "said", "training.launch", "--nproc-per-node", "1", *options.split())
     process.join(60)
     said = (tmp_path / "said").read_text()
-    assert process.exitcode == 2 and said.count("\n") == 1 and "--store etcd://a/run is for elastic" in said
+    assert process.exitcode == 2 and said.count("\n") == 1 and told in said

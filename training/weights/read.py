@@ -119,13 +119,22 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_recipe(folder: Path, kind: type[R]) -> R:
-    """Returns the recipe with which a run was started."""
-    stored = read_config(folder)["recipe"]
+    """Returns the recipe with which a run was started. UserError if another task or an older version wrote it."""
+    config = read_config(folder)
+    stored, task = config["recipe"], kind.__module__.partition(".")[0]
+    wrote = f"commit {config['commit'].removesuffix('-dirty')}" if config.get("commit") else "the commit that wrote it"
     if unknown := sorted(stored.keys() - {f.name for f in dataclasses.fields(kind)}):
-        made = f"recipe {stored.get('name')}, whose setting {unknown[0]} this command does not know"
-        raise UserError(f"{folder} is a run of {made}: use its own task's command")
+        made = f"{folder} is a run of recipe {stored.get('name')} with {unknown[0]}={stored[unknown[0]]!r:.60}"
+        if Path(next(iter(config.get("command") or [""]))).parent.name != task:
+            raise UserError(f"{made}, a setting that {task} does not have: use its own task's command")
+        raise UserError(f"{made}, a setting that is gone: check out {wrote} to read it")
     try:
         return _rebuilt(kind(), stored)
+    except UserError as error:
+        raise UserError(
+            f"{folder / 'config.json'}: this version refuses its settings ({error}): check out {wrote} to read it, "
+            "or restore the file if it is damaged"
+        ) from None
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise UserError(f"{folder / 'config.json'} is damaged ({error}): restore it") from None
 
