@@ -172,45 +172,24 @@ def readme_seconds() -> Cells:
     return dict(zip(methods, zip(*columns, strict=True), strict=True))
 
 
-def limit_of(task: str, rate: float, method: str) -> str:
-    """The most that hiding can be worth at a method's tau, or nothing for DDP."""
-    known = [run["limit"] for run in select(of_rate(task, rate), method=method) if "limit" in run]
-    return f"{median(known):.2f}" if known and not method.startswith("ddp") else ""
+PLACES = tuple((rate, late) for rate in LINKS["vision"] for late in (False, True))
+TARGETS = (f"{rate} Mbit/s, {'late' if late else 'first'} target" for rate, late in PLACES)
 
 
-def ratio_titles(task: str) -> str:
-    places = (f"{rate} Mbit/s, {target} target" for rate in LINKS[task] for target in ("first", "late"))
-    return " | ".join(("method", *places, "limit"))
-
-
-def ratios(task: str, methods: Mapping[str, Callable[[float], str]]) -> Cells:
-    """The seconds over CO2's, seed by seed, with the 95 % interval. The last row compares the two with a tuned tau.
-    methods: title -> the method at each link."""
-    pairs = [lambda rate, of=of: (of(rate), "co2_auto") for of in methods.values()]
-    pairs.append(lambda rate: tuned(task, rate)[::-1])
-    places = [(rate, late) for rate in LINKS[task] for late in (False, True)]
-    lines = bold([[ratio_of(of_rate(task, rate), *of(rate), late=late) for rate, late in places] for of in pairs])
-    limits = (", ".join(filter(None, (limit_of(task, r, of(r)) for r in LINKS[task]))) for of in methods.values())
-    found = zip((*methods, BOTH_TUNED), lines, (*limits, ""), strict=True)
-    return {title: (*line, limit) for title, line, limit in found if any(line)}
-
-
-def tuned_methods(task: str) -> Cells:
-    """CO2, Local-SGD and DDP over int4, with a tuned tau for each link."""
-    methods: dict[str, Callable[[float], str]] = {
-        "CO2, tau tuned, int4, on arrival": lambda rate: tuned(task, rate)[0],
-        "Local-SGD (blocking), tau tuned, int4": lambda rate: tuned(task, rate)[1],
-        "DDP, int4": lambda rate: ddp_of(task, rate),
-    }
-    return ratios(task, methods)
-
-
-table(ratio_titles("cifar10"), "paired_cifar10")(functools.partial(tuned_methods, "cifar10"))
-
-
-@table(ratio_titles("vision"))
+@table(" | ".join(("method", *TARGETS, "limit")))
 def paired_seconds() -> Cells:
-    return ratios("vision", {name: lambda _, method=method: method for method, name in PAIRED.items()})
+    """Digits: the seconds over CO2's, seed by seed, with the 95 % interval, and the most that hiding can be worth at a
+    method's tau on each link. The last row compares the two with a tuned tau."""
+    of = functools.partial(of_rate, "vision")
+    pairs = [*((method, "co2_auto") for method in PAIRED), tuned("vision", 10)[::-1]]
+    lines = bold([[ratio_of(of(rate), *pair, late=late) for rate, late in PLACES] for pair in pairs])
+    lines = dict(zip((*PAIRED.values(), BOTH_TUNED), lines, strict=True))
+    for method, name in PAIRED.items():
+        known = [[run["limit"] for run in select(of(r), method=method) if "limit" in run] for r in LINKS["vision"]]
+        limits = (f"{median(each):.2f}" for each in known if each and not method.startswith("ddp"))
+        lines[name].append(", ".join(limits))
+    lines[BOTH_TUNED].append("")
+    return {**lines}
 
 
 @table("seconds over CO2's | links | first target | late target | differ after Holm's correction")
@@ -495,18 +474,6 @@ def nodes_text() -> Cells:
     return made
 
 
-@table("nodes of two, equal samples | Local-SGD (blocking): loss | CO2 with 8 fragments against it, %")
-def nodes_loss() -> Cells:
-    """Losses of simulated nodes, over int4. A node of two ranks is a worker with twice the batch."""
-    runs, lines = select(load("fragments.jsonl"), kind="run", split="test", batch=16), Cells()
-    for (task, name), nodes in itertools.product((("bytes", "text"), ("cifar", "CIFAR-10")), (2, 4)):
-        of = select(runs, task=task, workers=nodes)
-        mine, other = ({r["seed"]: r["loss"] for r in select(of, method=m)} for m in ("fragments", "local"))
-        if mine.keys() & other.keys():
-            lines[f"{name}, {nodes}"] = [mean_sd(other.values(), ".3f"), against(mine, other)]
-    return lines
-
-
 # -- loss at equal samples ------------------------------------------------------------------------------------------
 
 HIDDEN = "co2:merge=keep_local,gap=none,beta=0,delay=1,compression=int4"
@@ -514,13 +481,21 @@ HIDDEN_DILOCO = HIDDEN.replace("beta=0", "nesterov=true,alpha=0.7,beta=0.5")
 Losses = Mapping[int, float]  # by seed
 
 
-def losses(files: str, task: str, asked: str, steps: int, tau: int = 24, tuning: str = "", workers: int = 4) -> Losses:
+def losses(
+    files: str,
+    task: str,
+    asked: str,
+    steps: int,
+    tau: int = 24,
+    tuning: str = "",
+    workers: int = 4,
+    batches: Sequence[int] = (1, 4, 8, 16),
+) -> Losses:
     """Losses on the test split of a method, `asked` as on the command line, with its tuned settings, or none if it was
-    not run. files: names, separated by spaces. tuning: how the line of its tuning begins. With 16 workers a worker has
-    a batch of 2, and with others another."""
+    not run. files: names, separated by spaces. tuning: how the line of its tuning begins. batches: of a worker."""
     rows = [row for file in files.split() for row in load(file)]
     same = {"task": task, "steps": steps, "tau": tau, "workers": workers, "shards": "iid"}
-    choices = select((r for r in rows if r["kind"] == "choice" and (r["batch"] == 2) == (workers == 16)), **same)
+    choices = select((r for r in rows if r["kind"] == "choice" and r["batch"] in batches), **same)
     choices = [r for r in choices if sorted(re.split("[:,]", r["asked"])) == sorted(re.split("[:,]", asked))]
     choices = [r for r in choices if r["tuning"].startswith(tuning)]
     if not choices:
@@ -616,6 +591,7 @@ def hidden_diloco() -> Cells:
     for name, (task, tau, workers, late, tuning) in HIDDEN_ROWS.items():
         files = "h100.jsonl" if workers > 4 else "search.jsonl controls.jsonl"
         of = functools.partial(losses, files, task, steps=480, tau=tau, tuning=tuning, workers=workers)
+        of = functools.partial(of, batches=(2,)) if workers == 16 else of
         methods = [f"co2:merge=keep_local,gap=none,{step}{late},compression=int4" for step in OUTER_STEPS]
         methods = ["diloco:beta=0.5" if late == ONE else "", *methods]
         methods = ["", "co2:beta=0,compression=float32", "", ""] if late == RULE else methods
@@ -624,17 +600,72 @@ def hidden_diloco() -> Cells:
     return lines
 
 
-@table("local steps of an all-reduce | whole payload | 8 fragments | local steps of a fragment's all-reduce")
+@table("nodes of two, equal samples | Local-SGD (blocking): loss | CO2, % | CO2, one worker per rank, % | DDP, %")
+def nodes_loss() -> Cells:
+    """Losses of simulated nodes, over int4. A node of two ranks is a worker with twice the batch."""
+    lines = Cells()
+    for (task, name), nodes in itertools.product((("bytes", "text"), ("cifar", "CIFAR-10")), (2, 4)):
+        of = functools.partial(losses, "fragments.jsonl", task, steps=480, tau=12)
+        base = of("local:compression=int4", workers=nodes, batches=(16,))
+        others = of(ONE_LATE, workers=nodes, batches=(16,)), of(ONE_LATE, workers=2 * nodes, batches=(8,))
+        # DDP's workers only share the batch
+        every = of("ddp", workers=4, batches=(4 * nodes,))
+        lines[f"{name}, {nodes}"] = [loss_of(base), *(against(other, base) for other in (*others, every))]
+    return lines
+
+
+IN_8 = "fragments:fragments=8,compression=int4"
+ONE_LATE = "fragments:fragments=8,delay=1,compression=int4"
+
+
+def cells_of(files: str, rows: Mapping[str, tuple[str, int, int]], methods: Sequence[str], base: str) -> Cells:
+    """Changes of the loss against a method with the same tau, in percent. rows: task, tau, steps. Empty: not run."""
+    lines = Cells()
+    for name, (task, tau, steps) in rows.items():
+        of = functools.partial(losses, files, task, steps=steps, tau=tau, batches=(8, 16))
+        lines[name] = [against(of(method), of(base)) for method in methods]
+    return lines
+
+
+@table("local steps of an all-reduce | " + " | ".join(f"{name}: whole | 8 fragments" for name in THREE.values()))
 def lateness() -> Cells:
-    """Changes of text's loss in percent against Local-SGD with the same tau, by how late averages are merged."""
-    of = functools.partial(losses, "search.jsonl", "bytes", steps=480)
-    late = "merge=keep_local,gap=none,beta=0,compression=int4,"
-    cut = "streaming:merge=keep_local,gap=none,beta=0,alpha=1,nesterov=false,phi=none,compression=int4,fragments=8,"
-    base = of(asked="local:compression=int4")
-    lines: Cells = {}
-    for steps, each in ((5, 1), (10, 2), (19, 3)):
-        found = of(asked=f"co2:{late}delay={steps}"), of(asked=f"{cut}delay={each}")
-        lines[str(steps)] = [*(against(losses, base) for losses in found), str(each)]
+    """Changes of the loss against Local-SGD with tau 24, in percent, by how late averages are merged."""
+    lines = Cells()
+    for steps, each in ((2, 1), (5, 1), (10, 2), (19, 3)):
+        late = f"co2:merge=keep_local,gap=none,beta=0,compression=int4,delay={steps}", f"{IN_8},delay={each}"
+        tasks = {task: (task, 24, 480) for task in THREE}
+        found = cells_of("fragments.jsonl", tasks, late, "local:compression=int4")
+        lines[str(steps)] = [cell for cells in found.values() for cell in cells]
+    return lines
+
+
+@table("task, rounds | DiLoCo (blocking) | outer momentum 0 | 0.3 | Nesterov")
+def fragments_outer() -> Cells:
+    """Changes of the loss against Local-SGD, in percent, of outer steps with 8 fragments."""
+    rows = {f"{name}, 20": (task, 24, 480) for task, name in {**THREE, "digits": "digits"}.items()}
+    rows |= {"text, 80": ("bytes", 12, 960)}
+    steps = ("", ",beta=0.3", ",nesterov=true,alpha=0.7,beta=0.5")
+    return cells_of("fragments.jsonl", rows, ["diloco:beta=0.5", *(ONE_LATE + step for step in steps)], "local")
+
+
+@table("task | layers | every 8th tensor | reversed")
+def cuts() -> Cells:
+    """Changes of the loss against fragments cut by bytes, in percent."""
+    rows = {name: (task, 12, 480) for task, name in (("bytes", "text"), ("cifar", "CIFAR-10"))}
+    methods = [f"{ONE_LATE},cut={cut}" for cut in ("layers", "interleaved", "reversed")]
+    return cells_of("fragments.jsonl", rows, methods, ONE_LATE)
+
+
+@table("task | DDP: loss | DDP, int4, % | 4 micro-batches, % | both, %")
+def accumulation() -> Cells:
+    """The loss of fewer updates with larger batches at equal samples, against DDP."""
+    lines = Cells()
+    for task, name, batch in (("bytes", "text", 8), ("digits", "digits", 16)):
+        found = [
+            losses("fragments.jsonl", task, asked, steps // k, batches=(batch * k,))
+            for (steps, k), asked in itertools.product(((480, 1), (480, 4)), ("ddp", "ddp:compression=int4"))
+        ]
+        lines[name] = [loss_of(found[0]), *(against(other, found[0]) for other in found[1:])]
     return lines
 
 
