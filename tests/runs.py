@@ -15,16 +15,22 @@ from training.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Toy(Recipe):
-    """A recipe of a test: rounds of three steps, a logged line every four."""
+class Plain(Recipe):
+    """A recipe of a test."""
 
     name: str = "toy"
+    device: Any = "cpu"
+
+
+@dataclass(frozen=True)
+class Toy(Plain):
+    """Rounds of three steps, a logged line every four."""
+
     co2: CO2Config = CO2Config(tau=3)
     optim: OptimConfig = OptimConfig("adamw", lr=0.01, warmup_steps=8)
     batch_size: int = 12
     log_every: int = 4
     checkpoint_every: Any = 0
-    device: Any = "cpu"
 
 
 class Loop:

@@ -2,9 +2,11 @@
 
 import os
 import runpy
+import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,16 @@ def _in_file(said: Path, env: dict[str, str], module: str, *arguments: str) -> N
     with said.open("w") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     run_script(module, *arguments)
+
+
+def wait_until(true: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 600.0) -> None:
+    """Returns once it has become true; where the process has ended, or takes longer, fails with what it has said."""
+    until = time.monotonic() + seconds
+    while not true():
+        if process.poll() is not None or time.monotonic() > until:
+            process.kill()
+            pytest.fail(process.communicate()[0])
+        time.sleep(0.05)
 
 
 @contextmanager

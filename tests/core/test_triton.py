@@ -5,14 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import outer
 from core.buckets import Scalars, make_buckets
@@ -23,6 +24,7 @@ from core.config import MERGES
 from core.outer import OuterStep, Rule
 from core.shares import make_outer_step
 from tests.core.test_outer import BETA, DTYPES, RULES, SHAPES, flat, make
+from tests.dispatch import Operations
 from tests.imports import ROOT
 from training.data.samples import generator
 
@@ -93,28 +95,26 @@ def test_fast_is_the_kernel_on_the_device_and_reads_nothing_from_it():
         torch.cuda.set_sync_debug_mode("default")
 
 
-class Launches(TorchDispatchMode):
-    """Counts what would be queued on a GPU: operations that are no views, and Triton's kernels, which are not run."""
+QUEUES_NOTHING = ("aten::empty.memory_format", "aten::new_empty", "aten::empty_like", "aten::detach")
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        super().__init__()
-        self.operations = self.kernels = 0
-        from triton.runtime.interpreter import GridExecutor
 
-        monkeypatch.setattr(GridExecutor, "__call__", self._launch)
+def launches(act: Callable[[], Any]) -> tuple[int, int]:
+    """What it would queue on a GPU: operations that are no views, and Triton's kernels, which are not run."""
+    from triton.runtime.interpreter import GridExecutor
 
-    def _launch(self, *args: Any, **kwargs: Any) -> None:
-        self.kernels += 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def queued(func: Any, *_: Any) -> str | None:
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        queues_nothing = ("aten::empty.memory_format", "aten::new_empty", "aten::empty_like", "aten::detach")
-        self.operations += not views and func.name() not in queues_nothing
-        return func(*args, **(kwargs or {}))
+        return None if views or func.name() in QUEUES_NOTHING else func.name()
+
+    kernels: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch, Operations(queued) as operations:
+        patch.setattr(GridExecutor, "__call__", lambda executor, *_, **__: kernels.append(executor))
+        act()
+    return len(operations.seen), len(kernels)
 
 
 @pytest.mark.triton
-def test_a_boundary_queues_as_few_kernels_however_many_the_parameters(monkeypatch: pytest.MonkeyPatch):
+def test_a_boundary_queues_as_few_kernels_however_many_the_parameters():
     from core.compression.outer_kernels import TritonOuterStep
 
     counts = []
@@ -123,13 +123,9 @@ def test_a_boundary_queues_as_few_kernels_however_many_the_parameters(monkeypatc
         tested = TritonOuterStep(params, d, x, m, torch.zeros_like(x))
         rules = [Rule(0.5, 0.5, 0.5, 1.0, torch.tensor(0.5), torch.tensor(1.0), merge=merge) for merge in MERGES]
         calls = [*(partial(tested.run, rule) for rule in rules), tested.take, tested.restart]
-        for call in calls:  # plans, and fills the scalars
-            with monkeypatch.context() as patch, Launches(patch):
-                call()
-        for call in calls:
-            with monkeypatch.context() as patch, Launches(patch) as seen:
-                call()
-            counts.append((seen.operations, seen.kernels))
+        for _ in range(2):  # the first time plans, and fills the scalars
+            last = [launches(call) for call in calls]
+        counts += last
     assert counts[: len(calls)] == counts[len(calls) :]
     assert all(kernels == 2 and operations <= 12 for operations, kernels in counts), "contiguous and strided parameters"
 
@@ -265,15 +261,18 @@ def test_bytes_means_and_errors_are_the_plain_codecs(compression, dtype, device,
         assert not differ, f"tensor {number}: {differ[:5]}"
 
 
-def reduction_launches(compression: Any, numel: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+def reduction_launches(compression: Any, numel: int, workers: int) -> tuple[int, int]:
     scalars = Scalars({"steps": 1, "weight": 1})
     buckets = make_buckets([torch.nn.Parameter(torch.zeros(numel))], [torch.zeros(50)], 2)
     scalars.attach(buckets[0].scalars)
     reducer = Quantized(buckets, scalars, 0, workers, compression)
-    with monkeypatch.context() as patch, Launches(patch) as seen:
+
+    def reduce() -> None:
         mean = reducer._average(reducer._outgoing())
         reducer._unpack(mean[None].expand(workers, -1).contiguous())
-    return seen.operations - 1, seen.kernels  # `contiguous` is of this test
+
+    operations, kernels = launches(reduce)
+    return operations - 1, kernels  # `contiguous` is of this test
 
 
 @pytest.mark.triton
@@ -281,13 +280,9 @@ def reduction_launches(compression: Any, numel: int, workers: int, monkeypatch: 
 def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_workers(compression, monkeypatch):
     """A segment is 256 elements here, so that 2^20 are 4096 segments: 6 x 10^10 parameters on a GPU."""
     monkeypatch.setattr(quantized, "SEGMENT", 256)
-    plain = reduction_launches(compression, 1 << 14, 8, monkeypatch)
+    plain = reduction_launches(compression, 1 << 14, 8)
     monkeypatch.setattr(quantized, "has_triton", lambda device: True)
-    counts = {
-        (n, workers): reduction_launches(compression, n, workers, monkeypatch)
-        for n in (1 << 14, 1 << 20)
-        for workers in (2, 64)
-    }
+    counts = {of: reduction_launches(compression, *of) for of in product((1 << 14, 1 << 20), (2, 64))}
     assert len(set(counts.values())) == 1, counts
     operations, kernels = counts[1 << 14, 2]
     assert kernels == 5, "encode, average, decode; the means of the scalars and of the buffers"

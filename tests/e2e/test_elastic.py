@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.imports import ROOT
 from tests.runs import logged, rows, summary
+from tests.scripts import wait_until
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
 VISION = ("vision.train", "digits_small", "--batch_size", "48")
@@ -38,15 +38,6 @@ def children(process: subprocess.Popen[str]) -> dict[str, int]:
 def lines(folder: Path) -> list[dict]:
     path = folder / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()[:-1]] if path.exists() else []
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 600.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        if process.poll() is not None or time.monotonic() > until:
-            process.kill()
-            pytest.fail(process.communicate()[0])
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from bench.cluster import hold_port
 from language.finetune_recipes import FinetuneRecipe
 from results.paper import GPUS
 from tests.imports import ROOT
+from tests.scripts import wait_until
 from training import checks
 from training.data.samples import per_worker
 from training.recipe import Recipe, parse
@@ -108,13 +109,6 @@ def table_row(script: str) -> tuple[str, list[str]]:
 def recipes_module(module: str) -> str:
     """Where the recipes of a train script are."""
     return module.replace(".train", ".recipes").replace(".finetune", ".finetune_recipes")
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.05)
 
 
 def start(script: str, env: dict[str, str], *options: str) -> subprocess.Popen[str]:
@@ -246,7 +240,7 @@ def begun(folder: Path, **env: str) -> subprocess.Popen[str]:
     """A job whose workers run."""
     programs = {"torchrun": WORK} | {name: env.pop(name) for name in ("torchrun", "worker") if name in env}
     job = start("slurm/vision_a100.sh", install(folder, **programs) | {"OUT": str(folder)} | env)
-    wait_for(folder / "ready", job)
+    wait_until((folder / "ready").exists, job, 120)
     return job
 
 
@@ -272,7 +266,7 @@ def test_a_run_that_does_not_stop_in_time_is_requeued_before_the_limit(tmp_path:
     (tmp_path / "end").write_text(str(int(time.time()) + 62))
     assert not (tmp_path / "requeued").exists()
     job.send_signal(signal.SIGUSR1)
-    wait_for(tmp_path / "requeued", job)
+    wait_until((tmp_path / "requeued").exists, job, 120)
     assert (tmp_path / "requeued").read_text() == "17\n"
     job.kill()  # as Slurm does then
     (tmp_path / "enough").touch()
@@ -311,7 +305,7 @@ def test_a_second_signal_does_not_reach_the_workers(tmp_path: Path):
     job = begun(tmp_path, worker=worker)
     for _ in range(2):
         job.send_signal(signal.SIGUSR1)
-        wait_for(tmp_path / "signals", job)
+        wait_until((tmp_path / "signals").exists, job, 120)
     text, _ = job.communicate(timeout=60)
     assert (tmp_path / "signals").read_text() == "x" and (tmp_path / "requeued").read_text() == "17\n", text
 

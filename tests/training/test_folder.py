@@ -16,18 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import training.folder.settings as of_run
 from core import UserError
 from core.testing import _context
+from tests.runs import Plain as Toy
 from training.counters import Stopwatch
 from training.folder.run_folder import RunFolder
 from training.optim import OptimConfig
-from training.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Toy(Recipe):
-    """A recipe of a test."""
-
-    name: str = "toy"
-    device: Any = "cpu"
 
 
 def start(recipe: Toy, step: int = 0, *lines: int, total: int = 100) -> RunFolder:
@@ -113,13 +105,13 @@ def test_a_resumed_run_may_go_on_for_longer_and_says_since_when(tmp_path: Path):
     assert one == two == {"command": sys.argv, "commit": first["commit"], "world_size": 1}
 
 
-class Plain(Toy):
+class Bare(Toy):
     """A recipe of a task without BatchNorm."""
 
     batch_norm = False
 
 
-@pytest.mark.parametrize(("kind", "dropout", "free"), [(Toy, 0.0, False), (Plain, 0.0, True), (Plain, 0.1, False)])
+@pytest.mark.parametrize(("kind", "dropout", "free"), [(Toy, 0.0, False), (Bare, 0.0, True), (Bare, 0.1, False)])
 def test_micro_batches_may_change_where_they_do_not_change_the_numbers(
     kind: Any, dropout: float, free: bool, tmp_path: Path
 ):

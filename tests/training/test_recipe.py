@@ -19,6 +19,7 @@ from core import CO2Config, CompressionConfig, UserError
 from core.baselines import SlowMoConfig
 from reproduce import NODES, fitting_batch
 from results.paper import GPUS
+from tests.runs import Plain
 from tests.scripts import refused
 from training import checks
 from training import launch as launcher
@@ -259,12 +260,6 @@ EVERY_RECIPE = [(task, name) for task in TASKS for name in importlib.import_modu
 FULL = ("imagenet", "ade20k", "shapenet", "_owt", "_wikibooks", "_wikitext103")
 
 
-@dataclass(frozen=True)
-class CheckedToy(Recipe):
-    name: str = "toy"
-    device: Any = "cpu"
-
-
 @functools.cache  # on the meta device, once for both clusters
 def build(task: str, name: str) -> nn.Module:
     script, pad = importlib.import_module(f"{task}.train"), {"pad": 1} if task == "language" else {}
@@ -301,7 +296,7 @@ def test_a_run_asks_the_functions_that_a_dry_run_asks(name: str, tmp_path: Path,
 
     for module in (checks, run):
         monkeypatch.setattr(module, name, refuse)
-    recipe = CheckedToy(out=tmp_path)
+    recipe = Plain(out=tmp_path)
     with pytest.raises(UserError, match="^no$"):
         dry_run(recipe, lambda _: nn.Linear(1, 1))
     with pytest.raises(UserError, match="^no$"), Run(recipe) as started:
@@ -321,7 +316,7 @@ def test_a_run_asks_the_functions_that_a_dry_run_asks(name: str, tmp_path: Path,
 )
 def test_what_does_not_go_with_the_workers_is_refused_before_the_run(changes: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
-        check_start(CheckedToy(**changes), 16)
+        check_start(Plain(**changes), 16)
 
 
 class Norm(nn.Sequential):
@@ -341,7 +336,7 @@ class Norm(nn.Sequential):
 )
 def test_batch_norm_needs_two_samples_in_each_part(batch: int, workers: int, accumulate: int, message: str):
     """So does torch, in the step itself."""
-    recipe = CheckedToy(batch_size=batch, accumulate=accumulate)
+    recipe = Plain(batch_size=batch, accumulate=accumulate)
     check_batch_norm(recipe, nn.Linear(1, 1), workers)
     check_batch_norm(recipe, Norm(nn.SyncBatchNorm), workers)
     parts = torch.randn(batch // workers, 2).chunk(accumulate)

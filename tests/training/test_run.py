@@ -18,19 +18,18 @@ from torch import nn
 from core import CO2Config, UserError
 from core.testing import run_distributed
 from tests.on_ranks import on_ranks
-from tests.runs import Loop, rows, summary
+from tests.runs import Loop, Plain, rows, summary
 from training.data.samples import generator
 from training.folder.run_folder import table
 from training.loop.run import Run
 from training.loop.static_run import StaticRun
 from training.optim import OptimConfig
-from training.recipe import Recipe
 from training.weights.evaluate import evaluate_run
 
 
 @dataclass(frozen=True)
-class Toy(Recipe):
-    """A recipe of a test: a linear model, rounds of three steps."""
+class Toy(Plain):
+    """A linear model, rounds of three steps."""
 
     co2: CO2Config = CO2Config(tau=3)
     optim: OptimConfig = OptimConfig(schedule="constant")
@@ -40,7 +39,7 @@ class Toy(Recipe):
 
 def train(folder: Path, steps: int, *, crash_at: int | None = None, **settings: Any) -> list[torch.Tensor]:
     """A few steps of a linear model under Run, with dropout so that random state matters; the final parameters."""
-    recipe = Toy(name="toy", out=folder, device="cpu", **settings)
+    recipe = Toy(out=folder, **settings)
     with Run(recipe) as run:
         loop = Loop(run, nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), steps)
         for step in range(loop.start, steps):
@@ -138,7 +137,7 @@ def due_steps(recipe: Toy, epoch: int, total: int) -> tuple[list[int], list[int]
 
 
 def test_evaluations_and_checkpoints_are_due_where_rounds_close_but_not_at_the_end(tmp_path: Path):
-    recipe = Toy(name="toy", device="cpu", eval_every=1, checkpoint_every=2, out=tmp_path / "a")
+    recipe = Toy(eval_every=1, checkpoint_every=2, out=tmp_path / "a")
     assert due_steps(recipe, epoch=4, total=12) == ([6, 9], [9], [])  # 12, the end, would be due for both
     assert due_steps(replace(recipe, checkpoint_every=0, out=tmp_path / "b"), 6, 18) == ([6, 12], [], [])
     often = replace(recipe, eval_every=0.5, checkpoint_every=0, out=tmp_path / "c")
@@ -162,7 +161,7 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(rank: int, tmp_path: 
     """Only the slow rank 1 gets the signal, in mid-round; rank 0 may by then wait for it in an evaluation's sum."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     for method, stops in STOPS.items():
-        recipe = Toy(name="toy", batch_size=2, out=tmp_path / method, device="cpu", method=method)
+        recipe = Toy(batch_size=2, out=tmp_path / method, method=method)
         with Run(recipe) as run:
             loop = Loop(run, nn.Linear(2, 2), 200, epoch=3)
             for step in range(1, 201):
@@ -223,7 +222,7 @@ def evaluated(rank: int, world_size: int, folder: str, names: list[str]) -> dict
     for name in names:
         settings = {"batch_size": 2, "optim": OptimConfig(lr=0.01, momentum=0.0, schedule="constant"), **SETTINGS[name]}
         alike[name] = []
-        with Run(Toy(name="toy", out=Path(folder, name), device="cpu", **settings)) as run:
+        with Run(Toy(out=Path(folder, name), **settings)) as run:
             loop = Loop(run, nn.Linear(2, 2), 12, epoch=3)
             for step in range(12):
                 x = torch.randn(1, 2, generator=generator(step, rank))

@@ -192,7 +192,7 @@ def not_finite(rank: int, world_size: int, folder: str, method: str, bad_steps: 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     out = Path(folder, "run")
     settings: dict[str, Any] = {"batch_size": 2, "method": method, "checkpoint_every": 1, "optim": ADAM}
-    recipe = test_run.Toy(name="toy", out=out, device="cpu", **settings)
+    recipe = test_run.Toy(out=out, **settings)
     found: dict[str, Any] = {"error": ""}
 
     def harm(step: int) -> None:
@@ -258,7 +258,7 @@ def dies(rank: int, world_size: int, folder: str, path: str) -> str:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     options, who, where = PATHS[path]
     settings: dict[str, Any] = {"batch_size": 4, "timeout": 20.0, "checkpoint_every": 1, "optim": ADAM} | options
-    recipe = test_run.Toy(name="toy", out=Path(folder, path), device="cpu", **settings)
+    recipe = test_run.Toy(out=Path(folder, path), **settings)
 
     def harm(step: int) -> None:
         if rank == who and step == where:
