@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import importlib.util
 import mmap
 import sys
@@ -15,12 +14,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # one kernel for many tensors, as in torch's optimizers
 from torch import _foreach_copy_ as copy_each  # pyright: ignore[reportPrivateImportUsage]
 from torch import _foreach_zero_ as zero_each  # pyright: ignore[reportPrivateImportUsage]
-from torch.nn.parameter import is_lazy
 
 from .errors import UserError
 from .stats import read_blocks
@@ -479,55 +477,6 @@ def _elements(p: Tensor, first: int, last: int) -> list[Tensor]:
     found = _elements(p[a - 1], first - (a - 1) * n, n) if first < a * n else []
     found += [p[a:b]] if a < b else []
     return found + (_elements(p[b], 0, last - b * n) if b * n < last else [])
-
-
-LISTS = "give a list of tensors, as a module's parameters() and buffers() return"
-NOTHING = "got no parameters (an exhausted generator or an empty list): give model.parameters() anew"
-
-
-def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
-    """Returns the tensors of any iterable as a list.
-
-    UserError if `given` is a single tensor or a module, or a tensor has no memory yet, and in inference mode, because a
-    method's tensors could not be written to later.
-    """
-    if torch.is_inference_mode_enabled():
-        raise UserError(
-            "made under torch.inference_mode(), a method could not train later: make it outside of that block"
-        )
-    if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
-        raise UserError(f"{name}: one {type(given).__name__} is given: {LISTS}")
-    tensors = list(given)
-    if others := [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]:
-        raise UserError(f"{name}: a {others[0]} is among them: {LISTS}")
-    for number, t in enumerate(tensors):
-        if is_lazy(t):
-            raise UserError(
-                f"{name}: number {number} is an {type(t).__name__}, of a lazy module, and has no shape yet: pass one "
-                "batch through the model first"
-            )
-        if t.is_meta:
-            raise UserError(
-                f"{name}: number {number}, of shape {list(t.shape)}, is on the meta device and has no numbers: call "
-                "model.to_empty(device=...) and initialize the model, or load weights, first"
-            )
-    return tensors
-
-
-def names_of(tensors: Sequence[Tensor]) -> list[str]:
-    """Returns each tensor's name in the outermost module that holds it, "" if none does.
-
-    It searches Python's objects, in some 30 ms. Workers with the same modules get the same names.
-    """
-    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and "_modules" in vars(o)]
-    inner = {id(child) for module in modules for child in vars(module)["_modules"].values()}
-    names = dict[int, str]()
-    for root in [module for module in modules if id(module) not in inner]:
-        for path, module in nn.Module.named_modules(root, prefix=type(root).__name__):
-            for held in (vars(module).get("_parameters"), vars(module).get("_buffers")):
-                for name, t in held.items() if isinstance(held, dict) else ():  # a ScriptModule has no dict
-                    names[id(t)] = min(f"{path}.{name}", names.get(id(t), "~"))
-    return [names.get(id(t), "") for t in tensors]
 
 
 def on_device(flag: Tensor, device: torch.device) -> Tensor:

@@ -63,7 +63,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import NOTHING, is_dtensor, local_shard, tensors_of, unique
+from .buckets import is_dtensor, local_shard, unique
 from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, named_rule, scheduled
 from .errors import UserError
@@ -127,7 +127,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         schedule: Schedule | None = None,
         **args: Unpack[CommonArgs],
     ):
-        c, params = named_rule(config), unique(tensors_of(params, "parameters"))
+        c, params = named_rule(config), unique(GUARDS.inputs.tensors_of(params, "parameters"))
         args["group"], inner = GUARDS.inputs.groups_of(mesh, args.get("group"))
         split = any(map(is_dtensor, params)) or shards is not False
         if inner is not None and dist.get_world_size(inner) == 1 and not split:
@@ -137,14 +137,14 @@ class CO2(LocalUpdateMethod, SharedMethod):
             c.compression.check(params, args.get("group"))
             return self._build(params, c, schedule, **build_args(c, args, schedule))
         if not params:
-            raise UserError(f"{NOTHING}; each pipeline stage needs one")
+            raise UserError(f"{GUARDS.inputs.NOTHING}; each pipeline stage needs one")
         GUARDS.inputs.refuse_fsdp(params, args.get("group"))
         held = isinstance(shards, Mapping)
         if (shard or held) and c.fragments == "auto":
             c = replace(c, fragments=1)
         GUARDS.inputs.check_share(c, shard=shard, split=split, held=held)
         built, timeout = build_args(c, args, schedule, owned=shard), args.get("timeout", 600.0)
-        buffers = built["buffers"] = unique(tensors_of(built["buffers"], "buffers"))
+        buffers = built["buffers"] = unique(GUARDS.inputs.tensors_of(built["buffers"], "buffers"))
         device, backend = (torch.device("cpu"), "gloo") if offload else (params[0].device, None)
         if not offload:
             c.compression.check([local_shard(p) for p in params], args.get("group"))

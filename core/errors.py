@@ -1,7 +1,5 @@
 """The errors that users get, and checks of settings that raise them."""
 
-import argparse
-import contextlib
 import logging
 import os
 import sys
@@ -64,13 +62,6 @@ def env_number(
     if not (given.isascii() and given.isdigit() and len(given) < 11 and least <= int(given) <= most):
         raise UserError(f"{name}={given[:40]!r} in the environment: set a whole number, {least} to {most}, or unset it")
     return int(given)
-
-
-def whole(given: str) -> int:
-    """Returns the whole number in a command's option. It is for argparse, which reports its error."""
-    with contextlib.suppress(ValueError):
-        return int(given)
-    raise argparse.ArgumentTypeError(f"{given[:40]}: give a whole number")
 
 
 def require(settings: Any, ok: bool, name: str, remedy: str) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buckets import as_bits, is_dtensor, kind_of, names_of, parts_of
+from .buckets import as_bits, is_dtensor, kind_of, parts_of
 from .errors import CollectiveError, UserError, env_number
 
 # Thread blocks that one NCCL collective may occupy, each on its own multiprocessor (results/gpu.md). Over sockets NCCL
@@ -215,27 +215,15 @@ def is_alive(group: dist.ProcessGroup | None) -> bool:
 
 
 def compare(settings: tuple[Any, ...], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Raises UserError on all workers unless all have the same settings, shapes and dtypes.
-
-    The same holds if the tensors have the same names in another order. Other names may come from a wrapper that only
-    one worker has. Tensors outside of modules, and shards, have no names here.
-    """
+    """Raises UserError on all workers unless all have the same settings, shapes and dtypes."""
     named = [[f"{k}={v}" for k, v in s.items()] if isinstance(s, dict) else [str(s)] for s in settings]
-    mine = [*itertools.chain(*named), f"{len(tensors)} tensors", *map(str, map(kind_of, tensors))]
-    theirs = of_all((mine, names_of(tensors) if tensors else []), group)
-    first, names = theirs[0]
-    for rank, (other, its_names) in enumerate(theirs):
-        for ours, its in zip(first, other, strict=False):  # if numbers of tensors differ, that comes first
+    theirs = of_all([*itertools.chain(*named), f"{len(tensors)} tensors", *map(str, map(kind_of, tensors))], group)
+    for rank, other in enumerate(theirs):
+        for ours, its in zip(theirs[0], other, strict=False):  # if numbers of tensors differ, that comes first
             if ours != its:
                 raise UserError(
                     f"workers differ: rank 0 has {ours}, against {its} of rank {rank}: give all workers the same"
                 )
-        moved = [(ours, its) for ours, its in zip(names, its_names, strict=True) if ours != its]
-        if moved and sorted(names) == sorted(its_names):
-            raise UserError(
-                f"workers give tensors in different orders: rank 0 has {moved[0][0]} where rank {rank} has "
-                f"{moved[0][1]}, and these would be averaged: build the model in one order, from lists instead of sets"
-            )
 
 
 @torch.no_grad()

@@ -33,7 +33,6 @@ from .buckets import (
     make_buckets,
     pinned,
     rescale,
-    tensors_of,
     unique,
 )
 from .comm import AsyncAllReduce, Reducer, Stage, run, send_first
@@ -171,7 +170,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     ):
         self.share, self.node = share, Node() if share is None else share.node
         self.sync_schedule, self.hooks = sync_schedule, list(hooks)
-        given, others = unique(tensors_of(params, "parameters")), unique(tensors_of(buffers, "buffers"))
+        checked = GUARDS.inputs.tensors_of
+        given, others = unique(checked(params, "parameters")), unique(checked(buffers, "buffers"))
         if self._needs_global_norms and any(map(is_dtensor, given)) and self.node.group is None:
             raise UserError("DTensors as parameters need CO2 with mesh=: their norms are of the whole model")
         self.trained = [p for p in given if p.requires_grad]

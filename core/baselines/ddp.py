@@ -26,7 +26,6 @@ from ..buckets import (
     has_mean,
     is_dtensor,
     keep_unchanged,
-    tensors_of,
     views,
 )
 from ..comm import PAUSE, AsyncAllReduce, Link, Stage, gather_parts, ring_bytes, sum_parts
@@ -35,7 +34,7 @@ from ..config import CompressionConfig
 from ..errors import DivergedError, UserError, is_number
 from ..groups import broadcast, compare, leave_group, new_group
 from ..guards import failure
-from ..guards.inputs import groups_of
+from ..guards.inputs import check_order, groups_of, tensors_of
 from ..guards.workers import all_finite
 from ..hooks import Hook, Requests
 from ..local_update import Loop
@@ -249,6 +248,7 @@ class DDP(Loop):
             return
         tensors = tensors_of([*model.parameters(), *model.buffers()], "parameters")
         compare(("ddp", compression, options), tensors, self.group)
+        check_order(tensors, self.group)
         broadcast(tensors, self.group, device)
         self._first_values = self._flat_buffers()
         if compression.format != "float32":

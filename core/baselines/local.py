@@ -12,12 +12,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ..buckets import copy, copy_where, rescale, tensors_of, views
+from ..buckets import copy, copy_where, rescale, views
 from ..co2 import CO2
 from ..compression.config import CompressionConfig
 from ..config import LARGE, CO2Config, CommonArgs, build_args, of_kind
 from ..errors import UserError, is_number, require
-from ..guards.inputs import refuse_shards
+from ..guards.inputs import refuse_shards, tensors_of
 from ..local_update import LocalUpdateMethod
 from ..outer import carried
 

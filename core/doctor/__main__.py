@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from .. import __version__
 from ..config import CO2Config
-from ..errors import UserError, env_number, whole
+from ..errors import UserError, env_number
 from ..groups import local_world_size, of_all
-from ..guards.inputs import check_env
+from ..guards.inputs import check_env, whole
 from ..nodes import node_mesh
 from . import report as reports
 from .measure import boundary, compressions, links, sound

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buckets import copy_where, tensors_of
+from ..buckets import copy_where
 from ..co2 import CO2
 from ..comm import Link
 from ..compression.formats import UNIFORM_FORMATS
 from ..config import CO2Config, CommonArgs, CompressionConfig, Schedule, build_args
 from ..errors import UserError
+from ..guards.inputs import tensors_of
 from ..hooks import Hook
 from ..local_update import ReduceResult
 from .allreduce import ElasticAllReduce, Script

@@ -36,7 +36,8 @@ from typing import Any, NoReturn
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.run import determine_local_world_size
 
-from ..errors import CollectiveError, UserError, whole
+from ..errors import CollectiveError, UserError
+from ..guards.inputs import whole
 from .allreduce import MOST
 from .etcd import Election, EtcdStore, NotLeading
 from .members import BEAT

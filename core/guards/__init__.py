@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..buckets import NOTHING, tensors_of
 from ..errors import UserError
 from ..hooks import GUARDS, Hook
 from . import failure, inputs, uncaught  # noqa: F401 - uncaught prints mistakes that nobody catches
 from .extra import ExtraAverage, MasterWeightSync
+from .inputs import NOTHING, tensors_of
 from .usage import UsageChecks
 from .workers import NodeCheck, OutlierFilter, ReplicaChecksum
 

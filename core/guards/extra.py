@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buckets import copy, is_dtensor, local_shard, tensors_of, unique, views
+from ..buckets import copy, is_dtensor, local_shard, unique, views
 from ..comm import Stage, sum_flats
 from ..errors import UserError, warn
 from ..groups import compare, of_all
 from ..hooks import Hook, HookedMethod
-from .inputs import overlapping
+from .inputs import overlapping, tensors_of
 from .usage import writes
 
 Tensors = Iterable[Tensor] | nn.Module

@@ -21,7 +21,7 @@ from ..buckets import local_shard, parts_of, views
 from ..errors import UserError, warn
 from ..hooks import Hook, HookedMethod
 from ..outer import norm
-from .inputs import FSDP, _imported, _instances, _ranks, refuse_fsdp
+from .inputs import FSDP, _imported, _instances, _ranks, check_order, refuse_fsdp
 from .workers import forget
 
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
@@ -125,6 +125,8 @@ class UsageChecks(Hook):
         self._unchecked = set[int]()  # parameters that no step of this round has reached; weights may be loaded now
         if not is_new:
             return
+        if method.allreduce.group is not None:
+            check_order([*method.trained, *(b for _, b in method.numbered_buffers)], method.allreduce.group)
         self._number = {id(p): i for i, p in enumerate(method.trained)}
         self._params = method.params
         self._devices = [p.device for p in self._params]

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import Bucket, local_shard, names_of, same_values, views, wipe, zero_each
+from ..buckets import Bucket, local_shard, same_values, views, wipe, zero_each
 from ..errors import DivergedError, UserError, log, warn
 from ..groups import of_all
 from ..hooks import Hook, HookedMethod, Judge, ReductionInfo
 from ..outer import norm
 from ..stats import HostCopy, read_blocks
+from .inputs import names_of
 
 VALID, NOT_FINITE, JUMPED, BUFFER = 0, 1, 2, 3  # verdicts; BUFFER + i: buffer i is not finite
 REASONS = {NOT_FINITE: "not finite", JUMPED: "much larger than its usual updates"}
