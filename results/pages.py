@@ -284,13 +284,12 @@ ACCUMULATED = {
     "ddp:accumulate=4,cap=0.25,compression=int4,lr=": "DDP, int4, 4 micro-batches",
 }
 IN_PARTS, WHOLE = "co2_auto:compression=int4", "co2_auto:compression=int4,fragments=1"
-DILOCO = "diloco:share=0.2,compression=int4"
 TUNED = {  # Local-SGD and DDP beside CO2 with fragments, by task and link
     (task, rate): (f"local:share={share},compression=int4{lr}", f"ddp:compression=int4,cap={cap}{lr}")
     for task, rate, share, cap, lr in (
         ("language", 10, 0.2, 0.25, ""),
         ("language", 40, 0.2, 0.25, ""),
-        ("language", 200, 0.2, 1, ""),
+        ("language", 200, 0.4, 1, ""),
         ("language", 1000, 0.2, 1, ""),
         ("vision", 10, 0.1, 0.25, ""),
         ("vision", 40, 0.1, 0.25, ""),
@@ -348,8 +347,9 @@ def ddp_seconds() -> Cells:
     runs = [beside_ddp(*at) for at in DDP_LINKS]
     names = {m: name for m, name in (OVERLAPPED | OF_1_MIB).items() if m.startswith("ddp")}
     found = {name: [ratio_of(of, m, IN_PARTS) for of in runs] for m, name in names.items()}
+    summed = [run for run in load("paired/accumulation.json")["runs"] if run["seed"] < TUNING_SEED]
+    each = [select(summed, task=task, rate_mbit=rate) for task, rate in DDP_LINKS]
     for start, name in ACCUMULATED.items():  # a task's own learning rate ends the method's name
-        each = [select(load("paired/accumulation.json")["runs"], task=task, rate_mbit=rate) for task, rate in DDP_LINKS]
         methods = [next((run["method"] for run in of if run["method"].startswith(start)), "") for of in each]
         found[name] = [ratio_of(of, method, IN_PARTS) for of, method in zip(each, methods, strict=True)]
     return dict(zip(found, bold([*found.values()]), strict=True))
@@ -427,15 +427,15 @@ def waits(runs: Iterable[Row]) -> str:
 
 
 @table(
-    "task, link, target | without fragments | Local-SGD (blocking), tau tuned | DDP that overlaps "
-    "| DiLoCo (blocking) | CO2's seconds | CO2 waits, %"
+    "task, link, target | without fragments | Local-SGD (blocking), tau tuned | DDP that overlaps | CO2's seconds "
+    "| CO2 waits, %"
 )
 def fragments() -> Cells:
     """The seconds over the seconds of CO2 with fragments, seed by seed, all over int4, and CO2's own seconds."""
     places = [(at, late) for at in TUNED for late in (False, True)]
     titles, lines, own = list[str](), list[list[Row | None]](), list[list[str]]()
     for (task, rate), late in places:
-        methods = (WHOLE, *TUNED[task, rate], DILOCO)
+        methods = (WHOLE, *TUNED[task, rate])
         lines.append([ratio_of(beside(task, rate, method), method, IN_PARTS, late=late) for method in methods])
         mine = select(with_fragments(), task=task, rate_mbit=rate, method=IN_PARTS)
         own.append([seconds_cell([run["late"] if late else run for run in mine]), "" if late else waits(mine)])
