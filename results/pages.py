@@ -630,12 +630,15 @@ def cells_of(files: str, rows: Mapping[str, tuple[str, int, int]], methods: Sequ
 @table("local steps of an all-reduce | " + " | ".join(f"{name}: whole | 8 fragments" for name in THREE.values()))
 def lateness() -> Cells:
     """Changes of the loss against Local-SGD with tau 24, in percent, by how late averages are merged."""
-    lines = Cells()
+    old = "streaming:merge=keep_local,gap=none,beta=0,alpha=1,nesterov=false,phi=none,compression=int4,fragments=8"
+    cut, lines = {"bytes": ("search.jsonl", old)}, Cells()
     for steps, each in ((2, 1), (5, 1), (10, 2), (19, 3)):
-        late = f"co2:merge=keep_local,gap=none,beta=0,compression=int4,delay={steps}", f"{IN_8},delay={each}"
-        tasks = {task: (task, 24, 480) for task in THREE}
-        found = cells_of("fragments.jsonl", tasks, late, "local:compression=int4")
-        lines[str(steps)] = [cell for cells in found.values() for cell in cells]
+        line = lines[str(steps)] = list[str]()
+        for task in THREE:
+            file, asked = cut.get(task, ("fragments.jsonl", IN_8))
+            late = f"co2:merge=keep_local,gap=none,beta=0,compression=int4,delay={steps}", f"{asked},delay={each}"
+            found = cells_of(file, {task: (task, 24, 480)}, late, "local:compression=int4")
+            line += found[task]
     return lines
 
 

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import core.compression.quantized
 from core import UserError
 from core.comm import ring_bytes
-from core.compression.formats import BLOCK, INTS, NARROW_FORMATS, decode, encode, nbytes
+from core.compression.formats import BLOCK, INTS, UNIFORM_FORMATS, decode, encode, nbytes
 from core.config import CompressionConfig
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
@@ -28,7 +28,7 @@ from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import Mean, Settings
 from training.data.samples import generator
 
-NARROW: tuple[Any, ...] = NARROW_FORMATS[1:]
+NARROW: tuple[Any, ...] = UNIFORM_FORMATS[1:]
 INT = {"int8": 8, "int4": 4}
 BITS = {"bfloat16": 16.0} | {compression: bits + 1 / 8 for compression, bits in INT.items()}  # an element
 
@@ -349,7 +349,7 @@ class CountingLink(ThrottledLink):
 def bytes_of_a_round(rank: int, world_size: int, numel: int = LARGE) -> dict[str, tuple[int, float, int]]:
     """By wire format: bytes_sent, what the emulated link saw, and what the kernel sent over lo, of all workers."""
     counted = {}
-    for compression in NARROW_FORMATS:
+    for compression in UNIFORM_FORMATS:
         link = CountingLink()
         p = nn.Parameter(torch.zeros(numel))
         co2 = replace(PLAIN, compression=compression).build([p], link=link)
@@ -404,7 +404,7 @@ def test_the_kernel_counts_the_same_bytes():
     assert run.returncode == 0, run.stderr
     results = ast.literal_eval(run.stdout)
     seen = {}
-    for compression in NARROW_FORMATS:
+    for compression in UNIFORM_FORMATS:
         ours = sum(r[compression][0] for r in results)
         seen[compression] = results[0][compression][2]
         assert seen[compression] == pytest.approx(ours, rel=0.1), f"{compression}: counted here, and by the kernel"

@@ -18,7 +18,7 @@ from torch import Tensor
 from core import outer
 from core.buckets import Scalars, make_buckets
 from core.compression import quantized
-from core.compression.formats import NARROW_FORMATS
+from core.compression.formats import UNIFORM_FORMATS
 from core.compression.quantized import Quantized
 from core.config import MERGES
 from core.outer import OuterStep, Rule
@@ -249,7 +249,7 @@ def rounds(compression: Any, dtype: torch.dtype, device: str) -> list[Tensor]:
 @devices
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, by which the interpreter computes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("compression", [*NARROW_FORMATS[1:], "int2"])
+@pytest.mark.parametrize("compression", [*UNIFORM_FORMATS[1:], "int2"])
 def test_bytes_means_and_errors_are_the_plain_codecs(compression, dtype, device, monkeypatch):
     monkeypatch.setattr(quantized, "has_triton", lambda device: False)
     plain = rounds(compression, dtype, device)
@@ -276,7 +276,7 @@ def reduction_launches(compression: Any, numel: int, workers: int) -> tuple[int,
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("compression", [*NARROW_FORMATS[1:], "int2"])
+@pytest.mark.parametrize("compression", [*UNIFORM_FORMATS[1:], "int2"])
 def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_workers(compression, monkeypatch):
     """A segment is 256 elements here, so that 2^20 are 4096 segments: 6 x 10^10 parameters on a GPU."""
     monkeypatch.setattr(quantized, "SEGMENT", 256)
@@ -291,7 +291,7 @@ def test_a_reduction_queues_as_few_kernels_however_large_the_model_and_many_the_
 
 def compile_the_wire_formats() -> None:
     """Each of float32; int4 also of float64, and where Triton takes a 1 for a constant."""
-    ways = [(compression, torch.float32, {}) for compression in NARROW_FORMATS[1:]]
+    ways = [(compression, torch.float32, {}) for compression in UNIFORM_FORMATS[1:]]
     ones = {"workers": 1, "blocks": 1, "numel": 1}
     ways += [("int4", torch.float64, {}), ("int4", torch.float32, ones)]
     for way in (*ways, ("int2", torch.float32, {}), ("bfloat16", torch.float64, {})):
