@@ -571,6 +571,7 @@ def signed(change: str) -> str:
 OUTER_STEPS = ("beta=0", "beta=0.3", "nesterov=true,alpha=0.7,beta=0.5")  # of the hidden average
 ONE, TEN, ROUND = ",delay=1", ",delay=10", ""  # steps late
 RULE = "paper"  # a round late, with the penalty, and each worker restarts from the outer step's result
+CUT = "cut"  # 8 fragments, one step late
 HIDDEN_ROWS = {  # name -> task, tau, workers, how late, how the tuning begins
     "text": ("bytes", 24, 4, ONE, ""), "text, tau 6": ("bytes", 6, 4, ONE, ""),
     "text, 10 steps late": ("bytes", 24, 4, TEN, ""), "text, a round late": ("bytes", 24, 4, ROUND, ""),
@@ -581,19 +582,23 @@ HIDDEN_ROWS = {  # name -> task, tau, workers, how late, how the tuning begins
     "CIFAR-10, a round late": ("cifar", 24, 4, ROUND, ""),
     "CIFAR-10, a round late, paper's rule": ("cifar", 24, 4, RULE, ""),
     "digits": ("digits", 24, 4, ONE, "learning rate 0.25"),
+    **{f"{name}, 8 fragments": (task, 24, 4, CUT, "") for task, name in {**THREE, "digits": "digits"}.items()},
+    "text, 8 fragments, 80 rounds": ("bytes", 12, 4, CUT, ""),
 }  # fmt: skip
 
 
 @table("task | DiLoCo (blocking) | outer momentum 0 | 0.3 | hidden DiLoCo")
 def hidden_diloco() -> Cells:
-    """Changes of the loss in percent against Local-SGD with the same tau, over 480 steps. Empty if not run."""
+    """Changes of the loss in percent against Local-SGD with the same tau, over 480 steps, or 960 with tau 12."""
     lines: Cells = {}
     for name, (task, tau, workers, late, tuning) in HIDDEN_ROWS.items():
         files = "h100.jsonl" if workers > 4 else "search.jsonl controls.jsonl"
-        of = functools.partial(losses, files, task, steps=480, tau=tau, tuning=tuning, workers=workers)
+        files, steps = "fragments.jsonl" if late == CUT else files, 960 if tau == 12 else 480
+        of = functools.partial(losses, files, task, steps=steps, tau=tau, tuning=tuning, workers=workers)
         of = functools.partial(of, batches=(2,)) if workers == 16 else of
         methods = [f"co2:merge=keep_local,gap=none,{step}{late},compression=int4" for step in OUTER_STEPS]
-        methods = ["diloco:beta=0.5" if late == ONE else "", *methods]
+        methods = [ONE_LATE, *(f"{ONE_LATE},{step}" for step in OUTER_STEPS[1:])] if late == CUT else methods
+        methods = ["diloco:beta=0.5" if late in (ONE, CUT) else "", *methods]
         methods = ["", "co2:beta=0,compression=float32", "", ""] if late == RULE else methods
         base = of(asked="local:compression=float32") or of(asked="local")
         lines[name] = [against(of(asked=method), base) for method in methods]
@@ -618,13 +623,10 @@ IN_8 = "fragments:fragments=8,compression=int4"
 ONE_LATE = "fragments:fragments=8,delay=1,compression=int4"
 
 
-def cells_of(files: str, rows: Mapping[str, tuple[str, int, int]], methods: Sequence[str], base: str) -> Cells:
-    """Changes of the loss against a method with the same tau, in percent. rows: task, tau, steps. Empty: not run."""
-    lines = Cells()
-    for name, (task, tau, steps) in rows.items():
-        of = functools.partial(losses, files, task, steps=steps, tau=tau, batches=(8, 16))
-        lines[name] = [against(of(method), of(base)) for method in methods]
-    return lines
+def changes_of(file: str, task: str, tau: int, methods: Iterable[str], base: str) -> list[str]:
+    """Changes of the loss after 480 steps against a method, in percent. Empty: not run."""
+    of = functools.partial(losses, file, task, steps=480, tau=tau, batches=(8, 16))
+    return [against(of(method), of(base)) for method in methods]
 
 
 @table("local steps of an all-reduce | " + " | ".join(f"{name}: whole | 8 fragments" for name in THREE.values()))
@@ -637,26 +639,16 @@ def lateness() -> Cells:
         for task in THREE:
             file, asked = cut.get(task, ("fragments.jsonl", IN_8))
             late = f"co2:merge=keep_local,gap=none,beta=0,compression=int4,delay={steps}", f"{asked},delay={each}"
-            found = cells_of(file, {task: (task, 24, 480)}, late, "local:compression=int4")
-            line += found[task]
+            line += changes_of(file, task, 24, late, "local:compression=int4")
     return lines
-
-
-@table("task, rounds | DiLoCo (blocking) | outer momentum 0 | 0.3 | Nesterov")
-def fragments_outer() -> Cells:
-    """Changes of the loss against Local-SGD, in percent, of outer steps with 8 fragments."""
-    rows = {f"{name}, 20": (task, 24, 480) for task, name in {**THREE, "digits": "digits"}.items()}
-    rows |= {"text, 80": ("bytes", 12, 960)}
-    steps = ("", ",beta=0.3", ",nesterov=true,alpha=0.7,beta=0.5")
-    return cells_of("fragments.jsonl", rows, ["diloco:beta=0.5", *(ONE_LATE + step for step in steps)], "local")
 
 
 @table("task | layers | every 8th tensor | reversed")
 def cuts() -> Cells:
     """Changes of the loss against fragments cut by bytes, in percent."""
-    rows = {name: (task, 12, 480) for task, name in (("bytes", "text"), ("cifar", "CIFAR-10"))}
     methods = [f"{ONE_LATE},cut={cut}" for cut in ("layers", "interleaved", "reversed")]
-    return cells_of("fragments.jsonl", rows, methods, ONE_LATE)
+    tasks = {"bytes": "text", "cifar": "CIFAR-10"}
+    return {name: changes_of("fragments.jsonl", task, 12, methods, ONE_LATE) for task, name in tasks.items()}
 
 
 @table("task | DDP: loss | DDP, int4, % | 4 micro-batches, % | both, %")

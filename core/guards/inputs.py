@@ -27,7 +27,7 @@ from ..hooks import Hook, HookedMethod
 from ..local_update import CHANGED, OWN_SCALARS
 
 LISTS = "give a list of tensors, as a module's parameters() and buffers() return"
-NOTHING = "got no parameters (an exhausted generator or an empty list): give model.parameters() anew"
+NOTHING: str = "got no parameters (an exhausted generator or an empty list): give model.parameters() anew"
 
 
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
