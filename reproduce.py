@@ -6,7 +6,7 @@
     python reproduce.py [TABLE] --status [--local]                 what ran, what is left, GPU hours
     python reproduce.py [TABLE] --collect runs/                    Markdown, from the run folders alone
 
-A finished run is not repeated, unless you rename its folder. A cell of the paper that is unknown to us is empty; a
+A finished run is not repeated, unless you move its folder away. A cell of the paper that is unknown to us is empty; a
 row without runs: "not run".
 """
 
