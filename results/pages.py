@@ -361,8 +361,8 @@ BUCKETS = {
 
 
 def waits_of_ddp(task: str, rate: float) -> tuple[float, float, list[list[float]]]:
-    """Of DDP over int4, in local steps: an all-reduce on the link, what of it an ideal DDP cannot hide, and the waiting
-    of the runs with each of BUCKETS."""
+    """Returns local steps of DDP over int4: an all-reduce on the link, the part that an ideal DDP cannot hide, and the
+    runs' waiting with each of BUCKETS."""
     found = [waited(select(beside_ddp(task, rate), method=method)) for method in BUCKETS]
     link = fmean(a for some in found for a, _ in some)
     return link, max(0, link - regimes.BACKWARD), [[wait for _, wait in some] for some in found]
