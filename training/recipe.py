@@ -22,7 +22,7 @@ from training.start.script import launch, parse_options
 
 LARGEST = 10**9  # limit of the numbers in a recipe
 SELDOM = {  # options that only --help-all lists, by the part of the recipe; None hides the whole part
-    "": "tf32 extend gpu_gb timeout trace link_mbit light_checkpoints",
+    "": "tf32 extend gpu_gb timeout trace tracker link_mbit light_checkpoints",
     "co2": "allow_unstable fragments tau_max",
     "optim": "betas eps undecayed power min_lr_share layer_decay",
     "ddp_compression": "like lgreco",
@@ -133,6 +133,8 @@ class Recipe(OfMethods):
     """Steps between two lines of metrics.jsonl."""
     trace: bool = False
     """Write a torch.profiler trace of two rounds to the run folder. It shows the all-reduce during the local steps."""
+    tracker: str | None = None
+    """Log to wandb or mlflow too. Their environment variables say where, such as WANDB_MODE=offline."""
     dry_run: bool = False
     """Print the resolved recipe and the memory that a GPU needs, without training. Put WORLD_SIZE=128
     LOCAL_WORLD_SIZE=8 before the command to see the result for that cluster."""
@@ -150,6 +152,7 @@ class Recipe(OfMethods):
             (max(self.interval("eval_every", 1)) > 0, "eval_every", "epochs, 500steps or 30minutes, above 0"),
             (min(self.interval("checkpoint_every", 1)) >= 0, "checkpoint_every", "epochs, 500steps, 30minutes, or 0"),
             (self.ema is None or 0 < self.ema < 1, "ema", "a decay between 0 and 1"),
+            (self.tracker in (None, "wandb", "mlflow"), "tracker", "wandb or mlflow"),
             (self.gpu_gb is None or self.gpu_gb > 0, "gpu_gb", "the GB of a GPU, above 0"),
             (0 < self.timeout <= LARGEST, "timeout", f"seconds, above 0 and up to {LARGEST}"),
             (self.link_mbit is None or self.link_mbit > 0, "link_mbit", "a rate above 0, or None for the real link"),

@@ -14,7 +14,7 @@ from ..comm import Stage, sum_flats
 from ..errors import UserError, warn
 from ..groups import compare, of_all
 from ..hooks import Hook, HookedMethod
-from .inputs import overlapping, tensors_of
+from .inputs import check_order, overlapping, tensors_of
 from .usage import writes
 
 Tensors = Iterable[Tensor] | nn.Module
@@ -107,6 +107,7 @@ class ExtraAverage(Hook):
         others = [f"rank {rank}: {theirs}" for rank, (_, theirs) in zip(ranks, reports, strict=True) if theirs]
         try:
             compare((), [local_shard(t) for t in found], group)
+            check_order(found, group)
         except UserError as error:
             remedy = "an optimizer makes its tensors in its first step, so every worker must take one"
             others.append(f"average: {error}; {remedy}")

@@ -1,1 +1,1 @@
-"""The run folder: settings, measurements, rounds and a summary."""
+"""The run folder: settings, measurements, rounds and a summary, also for other trackers."""

@@ -24,6 +24,7 @@ from core.errors import UserError
 from core.groups import of_all
 from training.counters import Stopwatch
 from training.folder.settings import describe, resumed
+from training.folder.tracker import Tracker
 from training.recipe import Recipe, flat
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class RunFolder:
         self._lock: IO[str] | None = None
         self._resumed: dict[str, Any] | None = None  # new content of config.json, if the run resumes
         self._metrics: IO[str] | None = None
+        self._tracker: Tracker | None = None
 
     def open(self, recipe: Recipe, world_size: int, device: torch.device) -> None:
         """Locks the folder for this run.
@@ -127,6 +129,8 @@ class RunFolder:
         else:
             _replace(file, _json(made_of))  # replaces the file of a failed start
         self.extends = made_of["recipe"]["extend"]
+        if recipe.tracker:
+            self._tracker = Tracker(recipe.tracker, self.path, made_of, resume=self._resumed is not None)
         return ""
 
     def _holds_a_run(self) -> bool:
@@ -171,11 +175,13 @@ class RunFolder:
         if self._metrics is not None:
             self.writer.close()
             self._metrics.close()
+        if self._tracker is not None:
+            self._tracker.close(complete=(self.path / "summary.json").exists())
         if self._lock is not None:
             self._lock.close()
 
     def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
-        """Writes one line of metrics.jsonl, with null for numbers that are not finite, and scalars to TensorBoard.
+        """Writes one line of metrics.jsonl, with null for numbers that are not finite, and scalars to the trackers.
 
         Args:
             step: Number of the step.
@@ -186,8 +192,11 @@ class RunFolder:
             return
         values = {name: float(value) for name, value in scalars.items()}
         self._write_line(step, values | ({"of_model": of_model} if of_model else {}))
-        for name, value in values.items():
-            self.writer.add_scalar(f"own/{name}" if of_model == "own" else name, value, step)
+        shown = {f"own/{name}" if of_model == "own" else name: value for name, value in values.items()}
+        for name, value in shown.items():
+            self.writer.add_scalar(name, value, step)
+        if self._tracker is not None:
+            self._tracker.log(step, shown)
 
     def note(self, step: int, name: str, text: str) -> None:
         """Writes a line of text to the screen, to metrics.jsonl and to TensorBoard."""
@@ -213,6 +222,8 @@ class RunFolder:
         settings = {k: v if isinstance(v, known_types) else str(v) for k, v in flat(dataclasses.asdict(recipe)).items()}
         results = {f"summary/{k}": v for k, v in summary.items()}
         self.writer.add_hparams(settings, results, run_name=".")
+        if self._tracker is not None:
+            self._tracker.log(int(summary.get("steps", 0)), results)
         print(f"{recipe.name} {recipe.method}: {self.path}\n{table(summary)}", flush=True)
         if unknown := [name for name, value in known.items() if value is None]:
             print(f"warning: no finite number, null in summary.json: {', '.join(unknown)}", file=sys.stderr, flush=True)

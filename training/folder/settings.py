@@ -23,7 +23,7 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmse
 FREE = {
     "out", "resume", "extend", "dry_run", "device", "timeout", "link_mbit", "trace", "eval_every", "checkpoint_every",
     "light_checkpoints", "log_every", "recompute", "gpu_gb", "loader_workers", "eval_tokens",
-    "wikitext2", "eval_samples", "init_from",
+    "wikitext2", "eval_samples", "init_from", "tracker",
 }  # fmt: skip
 LENGTH = {"epochs", "epoch_steps"}  # set the run's length and its learning rate; --extend allows a change
 
