@@ -126,7 +126,9 @@ class UsageChecks(Hook):
         if not is_new:
             return
         if method.allreduce.group is not None:
-            check_order([*method.trained, *(b for _, b in method.numbered_buffers)], method.allreduce.group)
+            alike = (t for hook in method.hooks for t in hook.alike)  # what hooks average or copy
+            given = [*method.trained, *(b for _, b in method.numbered_buffers), *alike]
+            check_order(given, method.allreduce.group)
         self._number = {id(p): i for i, p in enumerate(method.trained)}
         self._params = method.params
         self._devices = [p.device for p in self._params]
