@@ -324,7 +324,7 @@ class Weights:
                 )
             if not p.is_contiguous():
                 raise UserError(f"{name} is not contiguous: give it contiguous memory before")
-        check_inputs(self.params, self.params, ())
+        check_inputs([*model.parameters()], self.params, ())
         self.noise = Noise(config.seed, self.params[0].device)
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import nn
 from core import CO2, CO2Config, CompressionConfig, LGrecoConfig, make_method, node_mesh, save
 from core.baselines import DiLoCo, DiLoCoConfig, LocalSGD, OverlapLocalSGD, SlowMo
 from core.baselines.local import OverlapLocalConfig, SlowMoConfig
-from core.compression.formats import NARROW_FORMATS
+from core.compression.formats import UNIFORM_FORMATS
 from core.groups import local_world_size
 from core.hooks import Hook, Requests
 from core.integrations.optimizer import attach
@@ -227,7 +227,7 @@ REFUSED: list[Any] = [
     (lambda: CO2Config(**PARTS | {"fragments": 2, "merge": "restart", "delay": 0}), "keep_local"),
     (lambda: CO2Config(**PARTS | {"fragments": 7}), "fragments=7", "give at most tau=6"),
     (lambda: CO2Config(**PARTS | {"fragments": 3, "delay": 3}), "one all-reduce is in flight at a time"),
-    (lambda: CompressionConfig("fp8"), "compression.format='fp8'", ", ".join([*NARROW_FORMATS, "lgreco", "auto"])),  # pyright: ignore
+    (lambda: CompressionConfig("fp8"), "compression.format='fp8'", ", ".join([*UNIFORM_FORMATS, "lgreco", "auto"])),  # pyright: ignore
     (lambda: CompressionConfig("int4").check([torch.zeros(3), torch.zeros(3, device="meta")], None), "on cpu, meta: "),
     (lambda: CompressionConfig("lgreco"), "compression.like='': give int2"),
     (lambda: CompressionConfig("lgreco", like="int7"), "compression.like='int7': give int2"),

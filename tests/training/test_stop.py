@@ -212,7 +212,7 @@ def not_finite(rank: int, world_size: int, folder: str, method: str, bad_steps: 
 
 def finite_checkpoints(folder: Path) -> bool:
     paths = [path for path in folder.glob("run/checkpoints/step*") if ".tmp" not in path.name]
-    states = [checkpoint._read(path, rank) for path in paths for rank in (0, 1)]
+    states = [checkpoint._read(path, rank, "", {}) for path in paths for rank in (0, 1)]
     assert all(problem == "" for _, _, problem in states)
     return bool(states) and all(bool(p.isfinite().all()) for state, *_ in states for p in state["model"].values())
 
