@@ -239,7 +239,7 @@ def regime_titles() -> str:
 def regime_map() -> Cells:
     """The best hidden run against the best blocking run, by task and r. With rows of fragments, also their best run."""
     lines, every_cut, more = Cells(), in_fragments(), fmean(map(waits_more, DDP_LINKS))
-    for cell in regimes.cells():
+    for cell in regimes.cells(links=tuple(map(regimes.Link, (1, 3, 10, 30, 100)))):
         line = [str(cell.blocking.tau), f"{cell.hidden.tau}, {cell.hidden.delay}"]
         ideal = cell.link.step_seconds(regimes.DDP)
         ours = tuple((ideal + more) / ideal * ratio for ratio in cell.than_ddp)
