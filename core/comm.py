@@ -126,8 +126,8 @@ def run(stages: Iterator[Stage]) -> None:
 
 
 RECENT = 8  # launch intervals that the timeout follows, so a slow compilation counts for so many rounds
-LEFT = "this worker has left the other workers after an exception: make a new object to train on"
 RESUME = "look at what it printed, and resume from the newest checkpoint"
+LEFT = "this worker has left the other workers after an exception: make a new object to train on"
 UNKNOWN = "a worker has failed or cannot be reached, it is not known which"
 
 
@@ -495,7 +495,7 @@ class AsyncAllReduce:
         waited, limit = time.perf_counter() - self._launched_at, self.timeout + max(self._intervals)
         when, remedy = f"timeout {self.timeout:g} s", "if that worker is only slow, give a larger timeout"
         if waited < limit and "imed out" not in reason:
-            when, remedy = f"before the timeout of {self.timeout:g} s, so a process has probably died", RESUME
+            when, remedy = f"before {self.timeout:g} s: a worker has died, or ended, or called something else", RESUME
         reason = reason.partition(". This is")[0].splitlines()[0]
         self.failed = f"rank {ranks[self.rank]}: {what} failed; {failed} ({when}): {reason}; {remedy}"
         return CollectiveError(self.failed)

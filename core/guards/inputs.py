@@ -27,7 +27,7 @@ from ..hooks import Hook, HookedMethod
 from ..local_update import CHANGED, OWN_SCALARS
 
 LISTS = "give a list of tensors, as a module's parameters() and buffers() return"
-NOTHING: str = "got no parameters (an exhausted generator or an empty list): give model.parameters() anew"
+NOTHING = "got no parameters (an exhausted generator or an empty list): give model.parameters() anew"
 
 
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
@@ -67,7 +67,7 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
     if not given:
         raise UserError(NOTHING)
     if not params:
-        raise UserError("no parameter requires a gradient: nothing to train")
+        raise UserError("no parameter requires a gradient: nothing to train, so unfreeze some first")
     if not any(p.numel() for p in given if p.requires_grad):  # a DTensor counts all of its shards
         raise UserError("no parameter has an element: nothing to train")
     if params[0].device.type == "mps":
