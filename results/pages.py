@@ -278,7 +278,7 @@ OVERLAPPED = {  # in results/paired/ddp_*.json
     "torch_fp16": "torch's fp16_compress_hook",
     "torch_powersgd_rank4": "torch's PowerSGD, rank 4, one bucket",
 }
-OF_1_MIB = {"ddp:compression=int4,cap=1": "DDP, int4, buckets of 1 MiB"}
+OF_1_MIB = {"ddp:cap=1": "DDP, 1 MiB", "ddp:compression=int4,cap=1": "DDP, int4, 1 MiB"}
 ACCUMULATED = {
     "ddp:accumulate=4,cap=0.25,lr=": "DDP, 4 micro-batches",
     "ddp:accumulate=4,cap=0.25,compression=int4,lr=": "DDP, int4, 4 micro-batches",
@@ -335,18 +335,18 @@ def ddp_steps() -> Cells:
 DDP_LINKS = tuple((task, rate) for task in ("vision", "language") for rate in (10, 40, 200, 1000))
 
 
-def beside_ddp(task: str, rate: float) -> list[Row]:
-    """The runs of a task and link that compare DDP's buckets."""
-    file = load("paired/ddp_links.json")["runs"]
-    return select(file if rate < 200 else with_fragments(), task=task, rate_mbit=rate)
+def beside_ddp(task: str, rate: float, method: str) -> list[Row]:
+    """The runs of a task and link to compare this kind of DDP with CO2."""
+    if rate < 200:
+        return select(load("paired/ddp_links.json")["runs"], task=task, rate_mbit=rate)
+    return beside(task, rate, method)
 
 
 @table(" | ".join(("method", *(f"{TASK_NAMES[task]}, {rate} Mbit/s" for task, rate in DDP_LINKS))))
 def ddp_seconds() -> Cells:
     """DDP's seconds to the first target over the seconds of CO2 with fragments, by link."""
-    runs = [beside_ddp(*at) for at in DDP_LINKS]
     names = {m: name for m, name in (OVERLAPPED | OF_1_MIB).items() if m.startswith("ddp")}
-    found = {name: [ratio_of(of, m, IN_PARTS) for of in runs] for m, name in names.items()}
+    found = {name: [ratio_of(beside_ddp(*at, m), m, IN_PARTS) for at in DDP_LINKS] for m, name in names.items()}
     summed = [run for run in load("paired/accumulation.json")["runs"] if run["seed"] < TUNING_SEED]
     each = [select(summed, task=task, rate_mbit=rate) for task, rate in DDP_LINKS]
     for start, name in ACCUMULATED.items():  # a task's own learning rate ends the method's name
@@ -363,7 +363,7 @@ BUCKETS = {
 def waits_of_ddp(task: str, rate: float) -> tuple[float, float, list[list[float]]]:
     """Returns local steps of DDP over int4: an all-reduce on the link, the part that an ideal DDP cannot hide, and the
     runs' waiting with each of BUCKETS."""
-    found = [waited(select(beside_ddp(task, rate), method=method)) for method in BUCKETS]
+    found = [waited(select(beside_ddp(task, rate, method), method=method)) for method in BUCKETS]
     link = fmean(a for some in found for a, _ in some)
     return link, max(0, link - regimes.BACKWARD), [[wait for _, wait in some] for some in found]
 
@@ -399,7 +399,7 @@ def waited(runs: Iterable[Row]) -> list[tuple[float, float]]:
     return found
 
 
-FRAGMENTED = tuple(f"paired/fragments_{name}.json" for name in ("tuned", "text", "more", "links"))
+FRAGMENTED = tuple(f"paired/fragments_{name}.json" for name in ("tuned", "text", "more", "links", "float32"))
 
 
 @functools.cache
