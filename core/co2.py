@@ -137,7 +137,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
             c.compression.check(params, args.get("group"))
             return self._build(params, c, schedule, **build_args(c, args, schedule))
         if not params:
-            raise UserError("got no parameters; each pipeline stage needs one")
+            raise UserError("got no parameters: give model.parameters() anew; each pipeline stage needs one")
         GUARDS.inputs.refuse_fsdp(params, args.get("group"))
         held = isinstance(shards, Mapping)
         if (shard or held) and c.fragments == "auto":

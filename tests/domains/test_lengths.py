@@ -299,7 +299,7 @@ def test_packed_documents_are_those_of_a_row_each(kind: str):
     assert (loss64(mixed.logits, row.targets) - loss).abs() > 1e-4, "boundaries matter"
 
 
-RINGS = [  # the ranks that hold each document: of all four ranks, and without the last one, which has a filler
+RINGS = [  # the ranks that hold each document: all four ranks share, then all but the last, which has a filler
     [(0,), (1, 3), (2, 0, 3, 1), (0, 1, 2, 3), (3, 2, 1), (2,), (1, 3), (0,)],
     [(0,), (1, 0), (2, 0, 1), (0, 1), (2, 1), (2,), (1, 0), (0,)],
 ]
