@@ -4,9 +4,9 @@
 
 r is the seconds of a float32 all-reduce over the seconds of a local step. A run is a method with its tau, its delay and
 its fragments, over int4. Its loss does not depend on the link, so it counts at every r. The seconds of a step follow
-from r: see `Link.step_seconds`. A run has two lengths, each with its own schedule, and between and near them the loss
-follows a power law of the steps. So its loss at any number of seconds is known. A run that waits for nothing needs only
-the longer one.
+from r: see `Link.step_seconds`. A run has three lengths, each with its own schedule, and between two of them the loss
+follows a power law of the steps. So its loss at any number of seconds is known. Only a run that waits needs shorter
+ones.
 
 The command trains what has no row yet: all runs on the tuning seed, then the best for each r on the reported seeds. It
 prints a table. No time is measured.
@@ -30,7 +30,8 @@ from core.compression.formats import BLOCK, BLOCK_BYTES
 from core.errors import UserError
 from training.start.script import launch
 
-WORKERS, BATCH, STEPS, SHORT = 4, 8, 2000, 1000
+WORKERS, BATCH = 4, 8
+STEPS, SHORT, SHORTEST = 2000, 1000, 500
 INT4 = BLOCK_BYTES["int4"] / (4 * BLOCK)  # of float32's bytes, with each block's scale
 BACKWARD = 2 / 3  # of a local step: an ideal DDP hides its all-reduce under the backward pass
 RATIOS = (10.0, 30.0, 100.0, 1000.0, 3.0, 1.0)
@@ -102,7 +103,7 @@ def in_turn(tau: int, delay: int, fragments: int) -> Run:
 
 LOCAL = "local:compression=int4"
 DDP = Run("ddp:compression=int4", 1, BACKWARD)
-BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2, 192, 384))
+BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2, 192, 384, 3, 4, 768))
 NEAR = ((2, 1), (2, 2), (6, 1), (6, 2), (12, 2), (12, 4), (24, 1), (24, 4), (24, 12), (48, 12), (96, 12))
 FAR = ((96, 48), (192, 96), (192, 129), (384, 129))
 HIDDEN = tuple(hidden(*places) for places in NEAR + FAR)
@@ -149,31 +150,45 @@ class Missing(LookupError):
 
 @dataclass(frozen=True)
 class Curve:
-    """The loss of a run by its steps: a power law through its losses at SHORT and STEPS."""
+    """The loss of a run by its steps: a power law up to SHORT and another one from there, which go on beyond the ends.
 
+    Attributes:
+        shortest: Returns the loss after SHORTEST steps, None if it has diverged. Runs that need it call it.
+        short: The loss after SHORT steps.
+        long: The loss after STEPS.
+    """
+
+    shortest: Callable[[], float | None]
     short: float
     long: float
 
-    @property
-    def power(self) -> float:
-        return math.log(self.short / self.long) / math.log(STEPS / SHORT)
+    def piece(self, early: bool) -> tuple[int, float, float]:
+        """The steps and the loss at the end of one of the two pieces, and its power. Each doubles the steps."""
+        if not early:
+            return STEPS, self.long, math.log2(self.short / self.long)
+        begun = self.shortest()
+        return SHORT, self.short, math.inf if begun is None else math.log2(begun / self.short)
 
     def loss(self, steps: float) -> float:
-        return self.long * (steps / STEPS) ** -self.power
+        end, loss, power = self.piece(early=steps < SHORT)
+        return loss * (steps / end) ** -power
 
     def steps(self, loss: float) -> float:
-        return STEPS * (loss / self.long) ** (-1 / self.power)
+        end, ended, power = self.piece(early=loss > self.short)
+        return end * (loss / ended) ** (-1 / power)
 
 
 def curve(loss: Loss, found: Run, seed: int) -> Curve | None:
     """None if a run has diverged."""
     short, long = loss(found, seed, SHORT), loss(found, seed, STEPS)
-    return Curve(short, long) if short is not None and long is not None else None
+    if short is None or long is None:
+        return None
+    return Curve(lambda: loss(found, seed, SHORTEST), short, long)
 
 
 def at_seconds(loss: Loss, found: Run, link: Link, seed: int) -> float:
     """The loss of a run that may last as long as STEPS local steps without communication. A run that waits for nothing
-    makes all of them, and needs no shorter run."""
+    makes all of them, and needs no shorter runs."""
     if (seconds := link.step_seconds(found)) == 1:
         long = loss(found, seed, STEPS)
         return math.inf if long is None else long

@@ -240,23 +240,29 @@ def parts_of(sizes: Sequence[int], count: int, cut: str) -> list[list[slice]]:
 
 class Fragments(Method):
     """CO2 with fragments in turn: part i starts its all-reduce i tau / fragments steps into the round, and is merged
-    `delay` steps later. Tensors of an interleaved part have penalties and compressed blocks of their own."""
+    `delay` steps later. Tensors of an interleaved part have penalties and compressed blocks of their own.
+
+    together: all parts start at the boundary, and the last one is merged `delay` steps later.
+    """
 
     options = CO2.options | {"beta": 0.0, "gap": "none", "delay": 1, "merge": "keep_local"}
-    options |= {"fragments": 8, "cut": "bytes"}
+    options |= {"fragments": 8, "cut": "bytes", "together": False}
     fixed = ("merge",)
 
     def __init__(self, x: Tensor, tau: int, sizes: Sequence[int] = (), **options: Any):
         super().__init__(x, tau, sizes, **options)
         count, delay = options.pop("fragments"), tau if options["delay"] == "round" else options["delay"]
-        if not 1 <= count <= tau or delay > tau // count:  # one all-reduce is in flight at a time
+        together, cut = options.pop("together"), options.pop("cut")
+        longest = tau if together else tau // count  # one all-reduce is in flight at a time
+        if not 1 <= count <= tau or delay > longest:
             raise UserError(f"fragments={count}, delay={delay}: give 1 or more, and a product of at most tau={tau}")
         self.parts: list[CO2] = []
-        for i, places in enumerate(parts_of(self.sizes, count, options.pop("cut"))):
+        for i, places in enumerate(parts_of(self.sizes, count, cut)):
             for place in places:
                 if place.start < place.stop:  # a part may be empty
-                    self.parts.append(CO2(x[:, place], tau, **options))  # a view of x
-                    self.parts[-1].into = -(i * tau // count) % tau  # part i's first round is shorter
+                    late = {"delay": -(-delay * (i + 1) // count)} if together else {}
+                    self.parts.append(CO2(x[:, place], tau, **options | late))  # a view of x
+                    self.parts[-1].into = 0 if together else -(i * tau // count) % tau  # a shorter first round
 
     def after_local_step(self) -> None:
         for part in self.parts:

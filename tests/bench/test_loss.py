@@ -169,6 +169,13 @@ def test_the_cuts_of_fragments(tiny: Task):
     assert len({end.sum().item() for end in ends.values()}) == len(CUTS), "the order and the cuts matter"
 
 
+def test_parts_that_start_together_arrive_one_after_the_other(tiny: Task):
+    _, method = train(tiny, plan(tiny, "fragments:fragments=3,delay=4,together=true", tau=6))
+    assert isinstance(method, Fragments)
+    assert [(part.delay, part.into) for part in method.parts] == [(2, 2), (3, 2), (4, 2)]
+    assert [len(part.in_flight) for part in method.parts] == [0, 1, 1], "two steps after the boundary"
+
+
 def test_a_row_without_a_newer_option_still_counts(tiny: Task, tmp_path: Path):
     rows, asked = Rows(tmp_path / "rows.jsonl"), plan(tiny, "fragments:fragments=3")
     rows.add_run(asked, {"loss": 1.0})

@@ -1,5 +1,6 @@
 """bench.regimes: the modeled seconds, the choice of a run, and the comparison of the best of both kinds."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -58,11 +59,18 @@ def test_the_codec_and_slower_steps_cost_seconds():
     assert both(hidden(8, 2)) == pytest.approx(1 + 4 / 8), "waits behind two steps that took three"
 
 
-def test_a_run_s_loss_between_its_two_lengths():
+def test_a_run_s_loss_between_its_three_lengths():
     found = curve(loss, Run(LOCAL, 6), 0)
     assert found is not None and curve(loss, Run(LOCAL, 48), 0) is None
-    assert found.power == pytest.approx(0.5) and found.loss(2000) == 2
-    assert found.loss(1500) == pytest.approx(2 * 0.75**-0.5) and found.steps(found.loss(1200)) == pytest.approx(1200)
+    assert found.loss(2000) == 2
+    for steps in (250, 600, 1200, 1500, 3000):
+        assert found.loss(steps) == pytest.approx(2 * (steps / 2000) ** -0.5)
+        assert found.steps(found.loss(steps)) == pytest.approx(steps)
+    steeper = curve(lambda *of: {500: 8.0, 1000: 4.0, 2000: 3.0}[of[2]], Run(LOCAL, 6), 0)
+    assert steeper is not None and (steeper.loss(250), steeper.steps(6)) == pytest.approx((16, 1000 * 1.5**-1))
+    assert steeper.loss(4000) == pytest.approx(3 * 3 / 4) and steeper.loss(1000) == 4
+    diverged = curve(lambda *of: {500: None, 1000: 4.0, 2000: 3.0}[of[2]], Run(LOCAL, 6), 0)
+    assert diverged is not None and diverged.loss(999) == math.inf and diverged.loss(2000) == 3
     three_times_as_long = at_seconds(loss, Run(LOCAL, 6), Link(12 / INT4), 0)
     assert three_times_as_long == pytest.approx(found.loss(2000 / 3))
 
@@ -77,16 +85,18 @@ def test_a_run_that_waits_for_nothing_needs_no_shorter_run():
     assert at_seconds(noted, hidden(6, 2), Link(2 / INT4), 0) == loss(hidden(6, 2), 0, 2000) and asked == [2000]
     at_seconds(noted, hidden(6, 1), Link(2 / INT4), 0)
     assert asked[1:] == [1000, 2000]
+    at_seconds(noted, hidden(6, 1), Link(12 / INT4), 0)
+    assert asked[3:] == [1000, 2000, 500], "2.8 times as long"
 
 
 def test_the_best_of_both_kinds_are_compared_on_other_seeds():
     link = Link(2 / INT4)
-    assert (choose(loss, link, BLOCKING), choose(loss, link, HIDDEN)) == (Run(LOCAL, 384), hidden(6, 2))
+    assert (choose(loss, link, BLOCKING), choose(loss, link, HIDDEN)) == (Run(LOCAL, 768), hidden(6, 2))
     found = cell(loss, "bytes", link, (0, 1, 2))
-    expected = (1 + 2 / 384) * 1.02**2 / 1.01**4
+    expected = (1 + 2 / 768) * 1.02**2 / 1.01**4
     assert found.faster == pytest.approx([expected] * 3)
     assert found.than_ddp == pytest.approx([(1 + 2 - 2 / 3) * 1.02**2 / 1.01**4] * 3)
-    assert line(found)[1:3] == ("tau 384", "tau 6, 2 steps late")
+    assert line(found)[1:3] == ("tau 768", "tau 6, 2 steps late")
     cut = cell(loss, "bytes", link, (0, 1, 2), FRAGMENTS)
     assert line(cut)[2] == "tau 6, 4 fragments, 1 step late" and cut.faster[0] == pytest.approx(expected * 1.01**2)
 
