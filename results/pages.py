@@ -7,6 +7,7 @@ the table again with TABLES[NAME] from the rows in results/*.json and *.jsonl. F
 import functools
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -225,29 +226,23 @@ def ratio_of_cell(found: Sequence[float]) -> str:
     return f"{ratio:.2f} ({low:.2f}–{high:.2f})"
 
 
-def in_fragments() -> dict[tuple[str, float], regimes.Cell]:
-    """The cells of the map with fragments, by task and r. Empty without their rows."""
-    return {(cell.task, cell.link.r): cell for cell in regimes.cells(regimes.FRAGMENTS)}
-
-
-def regime_titles() -> str:
-    cut = " | fragments: tau, number | against blocking" if in_fragments() else ""
-    return "task, r | blocking tau | hidden tau, delay | against blocking | against an ideal DDP | against ours" + cut
-
-
-@table(regime_titles, "regimes")
+@table(
+    "task, r | blocking tau | hidden tau, delay | against blocking | against an ideal DDP | against ours "
+    "| fragments: tau, number | against blocking",
+    "regimes",
+)
 def regime_map() -> Cells:
-    """The best hidden run against the best blocking run, by task and r. With rows of fragments, also their best run."""
-    lines, every_cut, more = Cells(), in_fragments(), fmean(map(waits_more, DDP_LINKS))
+    """The best hidden run, and the best with fragments, against the best blocking run, by task and r."""
+    lines, more = Cells(), fmean(map(waits_more, DDP_LINKS))
+    in_turn = {(cell.task, cell.link.r): cell for cell in regimes.cells(regimes.FRAGMENTS)}
     for cell in regimes.cells(links=tuple(map(regimes.Link, (1, 3, 10, 30, 100)))):
         line = [str(cell.blocking.tau), f"{cell.hidden.tau}, {cell.hidden.delay}"]
         ideal = cell.link.step_seconds(regimes.DDP)
         ours = tuple((ideal + more) / ideal * ratio for ratio in cell.than_ddp)
         line += map(ratio_of_cell, (cell.faster, cell.than_ddp, ours))
-        if cut := every_cut.get((cell.task, cell.link.r)):
-            run = cut.hidden
-            line += [f"{run.tau}, {run.fragments}", ratio_of_cell(cut.faster)]
-        elif every_cut:
+        if cut := in_turn.get((cell.task, cell.link.r)):
+            line += [f"{cut.hidden.tau}, {cut.hidden.fragments}", ratio_of_cell(cut.faster)]
+        else:
             line += ["", ""]
         lines[f"{cell.task}, {cell.link.r:g}"] = line
     return lines
@@ -285,35 +280,26 @@ ACCUMULATED = {
 }
 IN_PARTS, WHOLE = "co2_auto:compression=int4", "co2_auto:compression=int4,fragments=1"
 TUNED = {  # Local-SGD and DDP beside CO2 with fragments, by task and link
-    (task, rate): (f"local:share={share},compression=int4{lr}", f"ddp:compression=int4,cap={cap}{lr}")
+    (task, rate): (f"local:share={share},compression=int4{lr}", f"ddp:compression=int4,cap={cap}")
     for task, rate, share, cap, lr in (
-        ("language", 10, 0.2, 0.25, ""),
-        ("language", 40, 0.2, 0.25, ""),
-        ("language", 200, 0.4, 1, ""),
-        ("language", 1000, 0.2, 1, ""),
-        ("vision", 10, 0.1, 0.25, ""),
-        ("vision", 40, 0.1, 0.25, ""),
-        ("vision", 200, 0.1, 0.25, ""),
-        ("vision", 1000, 0.1, 0.25, ""),
-        ("cifar10", 10, 0.2, 0.25, ",lr=0.02"),
+        ("language", 10, 0.2, "0.25", ""),
+        ("language", 40, 0.2, "0.25", ""),
+        ("language", 200, 0.2, "1", ""),
+        ("language", 1000, 0.2, "1", ""),
+        ("vision", 10, 0.1, "0.25", ""),
+        ("vision", 40, 0.1, "0.25", ""),
+        ("vision", 200, 0.1, "0.25", ""),
+        ("vision", 1000, 0.1, "0.25", ""),
+        ("cifar10", 10, 0.4, "0.25,lr=0.1", ",lr=0.02"),
+        ("cifar10", 40, 0.1, "0.25,lr=0.1", ",lr=0.02"),
     )
 }
 SLOW = (("language", 10), ("language", 40), ("vision", 10), ("vision", 40), ("cifar10", 10))  # r of 10 and more
-NODES_RATES = (10, 40, 200)  # Mbit/s
+DILOCO = {"language": "diloco:share=0.2,compression=int4", "vision": "diloco:share=0.1,compression=int4"}
 ON_NODES = "co2_auto:nodes=2,compression=int4"
-BESIDE_NODES = {  # in results/paired/nodes_text.json
-    "co2_auto:compression=int4": "CO2, one worker per rank",
-    "local:nodes=2,share=0.2,compression=int4": "Local-SGD (blocking), tau tuned, nodes of two",
-    "ddp:nodes=2,compression=int4,cap=1": "DDP that overlaps, float32 inside nodes of two",
-}
-
-
-def by_link(file: str, names: Mapping[str, str], rates: Sequence[int], cell: Callable[[list[Row]], str]) -> Cells:
-    """A cell of the runs of each method and link."""
-    runs = load(file)["runs"]
-    return {
-        name: [cell(select(runs, method=method, rate_mbit=rate)) for rate in rates] for method, name in names.items()
-    }
+NODES = ("text", "text_200", "cifar10")  # of results/paired/nodes_*.json
+# the starts of the methods there
+BESIDE_NODES = ("co2_auto:compression=int4", "local:nodes=2,share=", "ddp:nodes=2,compression=int4,cap=1")
 
 
 @table("method | 10 Mbit/s | 40 Mbit/s | 200 Mbit/s | 1000 Mbit/s")
@@ -329,7 +315,8 @@ def ddp_steps() -> Cells:
         )
         return mean_sd(took, ".2f") + (f" ({mean_sd(waited, '.2f')})" if waited else "") if ends else "over 4"
 
-    return by_link("paired/ddp_steps.json", OVERLAPPED, (10, 40, 200, 1000), cell)
+    runs, rates = load("paired/ddp_steps.json")["runs"], (10, 40, 200, 1000)
+    return {name: [cell(select(runs, method=m, rate_mbit=r)) for r in rates] for m, name in OVERLAPPED.items()}
 
 
 DDP_LINKS = tuple((task, rate) for task in ("vision", "language") for rate in (10, 40, 200, 1000))
@@ -399,7 +386,7 @@ def waited(runs: Iterable[Row]) -> list[tuple[float, float]]:
     return found
 
 
-FRAGMENTED = tuple(f"paired/fragments_{name}.json" for name in ("tuned", "text", "more", "links", "float32"))
+FRAGMENTED = tuple(f"paired/fragments_{name}.json" for name in ("tuned", "text", "more", "links", "float32", "again"))
 
 
 @functools.cache
@@ -426,52 +413,53 @@ def waits(runs: Iterable[Row]) -> str:
     return f"{fmean(shares):.1f}" if shares else ""
 
 
+def over(ours: str, links: Mapping[tuple[str, float], Sequence[str]], of: Callable[..., list[Row]]) -> Cells:
+    """The seconds of a link's methods over the seconds of `ours`, seed by seed, with the seconds of `ours` itself and
+    how long it waits, by link and target. of: (task, rate, method) -> the runs that have both."""
+    places = [(at, late) for at in links for late in (False, True)]
+    lines = bold([[ratio_of(of(*at, m), m, ours, late=late) for m in links[at]] for at, late in places])
+    made = Cells()
+    for ((task, rate), late), cells in zip(places, lines, strict=True):
+        mine = select(of(task, rate, ours), task=task, rate_mbit=rate, method=ours)
+        own = [seconds_cell([run["late"] if late else run for run in mine]), "" if late else waits(mine)]
+        made[f"{TASK_NAMES[task]}, {rate:g} Mbit/s, {'late' if late else 'first'}"] = [*cells, *own]
+    return made
+
+
 @table(
-    "task, link, target | without fragments | Local-SGD (blocking), tau tuned | DDP that overlaps | CO2's seconds "
-    "| CO2 waits, %"
+    "task, link, target | without fragments | Local-SGD (blocking), tau tuned | DiLoCo (blocking) | DDP that overlaps "
+    "| CO2's seconds | CO2 waits, %"
 )
 def fragments() -> Cells:
-    """The seconds over the seconds of CO2 with fragments, seed by seed, all over int4, and CO2's own seconds."""
-    places = [(at, late) for at in TUNED for late in (False, True)]
-    titles, lines, own = list[str](), list[list[Row | None]](), list[list[str]]()
-    for (task, rate), late in places:
-        methods = (WHOLE, *TUNED[task, rate])
-        lines.append([ratio_of(beside(task, rate, method), method, IN_PARTS, late=late) for method in methods])
-        mine = select(with_fragments(), task=task, rate_mbit=rate, method=IN_PARTS)
-        own.append([seconds_cell([run["late"] if late else run for run in mine]), "" if late else waits(mine)])
-        titles.append(f"{TASK_NAMES[task]}, {rate} Mbit/s, {'late' if late else 'first'}")
-    return {title: (*cells, *mine) for title, cells, mine in zip(titles, bold(lines), own, strict=True)}
+    """The seconds over the seconds of CO2 with fragments, all over int4."""
+
+    def of(task: str, rate: float, method: str) -> list[Row]:
+        return with_fragments() if method == IN_PARTS else beside(task, rate, method)
+
+    return over(IN_PARTS, {at: (WHOLE, local, DILOCO.get(at[0], ""), ddp) for at, (local, ddp) in TUNED.items()}, of)
 
 
-@table("2 workers, text | Local-SGD over CO2, first target | late target | CO2's seconds | a local step of both, s")
+@table("2 workers, link, target | Local-SGD (blocking), tau tuned | CO2's seconds | CO2 waits, %")
 def uncontended() -> Cells:
-    """As `fragments`, by link, with workers that do not share cores."""
-    files = [load(f"paired/two_workers{more}.json")["runs"] for more in ("", "_more")]
-    runs, lines = [run for file in files for run in file if run["seed"] < TUNING_SEED], Cells()
-    links = sorted({run["rate_mbit"] for run in runs})
-    methods = "local:share=0.2,compression=int4", IN_PARTS
-    found = bold([[ratio_of(select(runs, rate_mbit=r), *methods, late=late) for late in (False, True)] for r in links])
-    for rate, cells in zip(links, found, strict=True):
-        mine, other = (select(runs, rate_mbit=rate, method=method) for method in reversed(methods))
-        steps = (mean_sd((run["step_seconds"] for run in each), ".3f") for each in (mine, other))
-        lines[f"{rate:g} Mbit/s"] = [*cells, seconds_cell(mine), ", ".join(steps)]
-    return lines
+    """As `fragments`, with workers that do not share cores."""
+    runs = [run for more in ("", "_more") for run in load(f"paired/two_workers{more}.json")["runs"]]
+    runs = [run for run in runs if run["seed"] < TUNING_SEED]
+    links = {("language", rate): [TUNED["language", 10][0]] for rate in sorted({run["rate_mbit"] for run in runs})}
+    return over(IN_PARTS, links, lambda task, rate, _: select(runs, task=task, rate_mbit=rate))
 
 
-@table("method | " + " | ".join(f"{rate} Mbit/s, first | late | waits, %" for rate in NODES_RATES))
-def nodes_text() -> Cells:
-    """Text on two nodes of two ranks, by link: seconds over CO2's on nodes, whose seconds are the first line."""
-    runs = [run for more in ("", "_200") for run in load(f"paired/nodes_text{more}.json")["runs"]]
-    places = [(select(runs, rate_mbit=rate), late) for rate in NODES_RATES for late in (False, True)]
-    lines = bold([[ratio_of(of, method, ON_NODES, late=late) for of, late in places] for method in BESIDE_NODES])
-    own = [select(of, method=ON_NODES) for of, _ in places]
-    first = [seconds_cell([r["late"] if late else r for r in of]) for of, (_, late) in zip(own, places, strict=True)]
-    named = {ON_NODES: "CO2 on nodes of two, seconds", **BESIDE_NODES}
-    made = Cells()
-    for (method, name), cells in zip(named.items(), (first, *lines), strict=True):
-        of_link = [waits(select(runs, rate_mbit=rate, method=method)) for rate in NODES_RATES]
-        made[name] = [cell for i, wait in enumerate(of_link) for cell in (*cells[2 * i : 2 * i + 2], wait)]
-    return made
+@table(
+    "task, link, target | CO2, one worker per rank | Local-SGD (blocking), tau tuned, on nodes | DDP that overlaps, "
+    "float32 inside nodes | seconds of CO2 on nodes | CO2 waits, %"
+)
+def nodes_seconds() -> Cells:
+    """Two nodes of two ranks: the seconds over the seconds of CO2 on nodes."""
+    runs = [run for name in NODES for run in load(f"paired/nodes_{name}.json")["runs"]]
+    links = {(run["task"], run["rate_mbit"]): list[str]() for run in runs}
+    for (task, rate), methods in links.items():
+        have = {run["method"]: None for run in select(runs, task=task, rate_mbit=rate)}
+        methods += (next((m for m in have if m.startswith(start)), "") for start in BESIDE_NODES)
+    return over(ON_NODES, links, lambda task, rate, _: select(runs, task=task, rate_mbit=rate))
 
 
 # -- loss at equal samples ------------------------------------------------------------------------------------------
@@ -604,21 +592,22 @@ def hidden_diloco() -> Cells:
     return lines
 
 
-@table("nodes of two, equal samples | Local-SGD (blocking): loss | CO2, % | CO2, one worker per rank, % | DDP, %")
+@table("nodes, equal samples | Local-SGD (blocking): loss | CO2, % | CO2, one worker per rank, % | DDP, %")
 def nodes_loss() -> Cells:
-    """Losses of simulated nodes, over int4. A node of two ranks is a worker with twice the batch."""
+    """Losses of simulated nodes, over int4. A node of ranks is a worker with their samples."""
     lines = Cells()
-    for (task, name), nodes in itertools.product((("bytes", "text"), ("cifar", "CIFAR-10")), (2, 4)):
-        of = functools.partial(losses, "fragments.jsonl", task, steps=480, tau=12, tried=3)
-        base = of("local:compression=int4", workers=nodes, batches=(16,))
-        others = of(ONE_LATE, workers=nodes, batches=(16,)), of(ONE_LATE, workers=2 * nodes, batches=(8,))
+    places = [("bytes", 2, 2, 16), ("bytes", 4, 2, 16), ("bytes", 16, 8, 16), ("cifar", 2, 2, 16), ("cifar", 4, 2, 16)]
+    for task, nodes, size, batch in places:  # batch: of a node
+        of = functools.partial(losses, "fragments.jsonl", task, steps=480 if size == 2 else 240, tau=12, tried=3)
+        base = of("local:compression=int4", workers=nodes, batches=(batch,))
+        ours, each = ((nodes, batch), (nodes * size, batch // size))
+        others = [of(ONE_LATE, workers=workers, batches=(samples,)) for workers, samples in (ours, each)]
         # DDP's workers only share the batch
-        every = of("ddp", workers=4, batches=(4 * nodes,))
-        lines[f"{name}, {nodes}"] = [loss_of(base), *(against(other, base) for other in (*others, every))]
+        every = of("ddp", workers=4, batches=(4 * nodes,)) or of("ddp", workers=nodes, batches=(batch,))
+        lines[f"{THREE[task]}, {nodes} of {size}"] = [loss_of(base), *(against(it, base) for it in (*others, every))]
     return lines
 
 
-IN_8 = "fragments:fragments=8,compression=int4"
 ONE_LATE = "fragments:fragments=8,delay=1,compression=int4"
 
 
@@ -628,17 +617,15 @@ def changes_of(file: str, task: str, tau: int, methods: Iterable[str], base: str
     return [against(of(method), of(base)) for method in methods]
 
 
-@table("local steps of an all-reduce | " + " | ".join(f"{name}: whole | 8 fragments" for name in THREE.values()))
+@table("local steps of an all-reduce | " + " | ".join(f"{name}: whole | parts | fragments" for name in THREE.values()))
 def lateness() -> Cells:
     """Changes of the loss against Local-SGD with tau 24, in percent, by how late averages are merged."""
-    old = "streaming:merge=keep_local,gap=none,beta=0,alpha=1,nesterov=false,phi=none,compression=int4,fragments=8"
-    cut, lines = {"bytes": ("search.jsonl", old)}, Cells()
+    lines, whole = Cells(), "co2:merge=keep_local,gap=none,beta=0"
     for steps, each in ((2, 1), (5, 1), (10, 2), (19, 3)):
-        line = lines[str(steps)] = list[str]()
-        for task in THREE:
-            file, asked = cut.get(task, ("fragments.jsonl", IN_8))
-            late = f"co2:merge=keep_local,gap=none,beta=0,compression=int4,delay={steps}", f"{asked},delay={each}"
-            line += changes_of(file, task, 24, late, "local:compression=int4")
+        delays = {whole: steps, "fragments:fragments=8,together=true": steps, "fragments:fragments=8": each}
+        late = [f"{asked},compression=int4,delay={delay}" for asked, delay in delays.items()]
+        of = (changes_of("fragments.jsonl", task, 24, late, "local:compression=int4") for task in THREE)
+        lines[str(steps)] = [*itertools.chain(*of)]
     return lines
 
 
@@ -738,8 +725,8 @@ def data_of(recipe: str) -> str:
 def stand_ins() -> Cells:
     """Stand-ins of the paper's tables: one row per model, its metric by method, three seeds each.
 
-    A dagger marks a cell that is not better than the first trivial baseline by the margin. dropped.md names the commit
-    whose command computes the baselines.
+    A dagger marks a cell that is not better than the first trivial baseline by the margin, and a double dagger the
+    second. dropped.md names the commit whose command computes the baselines.
     """
     lines: Cells = {}
     for name in ("imagenet", "ade20k", "shapenet", "shapenet_mae", "gpt2", "transnormer", "roberta"):
@@ -755,9 +742,9 @@ def stand_ins() -> Cells:
             cells = []
             for method in ("ddp", "local", "overlap_local", "slowmo", "co2", "recommended"):
                 values, mark = [run["value"] for run in select(own, name=model, method=method)], ""
-                for least in [*trivial.values()][:1] if values else []:
+                for sign, least in zip("†‡", trivial.values(), strict=False) if values else ():
                     better = fmean(values) >= (1 + MARGIN) * least if more else fmean(values) <= (1 - MARGIN) * least
-                    mark = "" if better else "†"
+                    mark += "" if better else sign
                 cells.append(mean_sd((scale * value for value in values), spec) + mark)
             shown = ", ".join(f"{scale * value:{spec}} ({what})" for what, value in trivial.items()) or "not computed"
             lines[f"{name}: {model}"] = (f"{metric}: {shown}", *cells)
@@ -776,6 +763,21 @@ def tau_and_gap() -> Cells:
     gaps = [(run["settings"]["co2.gap"], run["val_perplexity"]) for run in load("tables/gap.json")]
     for gap, name in (("elementwise", "with the gap penalty"), ("none", "without it")):
         lines[name] = ("", mean_sd((value for of, value in gaps if of == gap), ".2f"))
+    return lines
+
+
+@table(
+    "our reading: merge, outer momentum | loss with the penalty | its norm instead, % | without it, % | Local-SGD, %"
+)
+def reading() -> Cells:
+    """Readings of the paper's rule on text: its loss, and how much greater the perplexity of others is."""
+    of = functools.partial(losses, "reading.jsonl", "bytes", steps=480, tau=6)
+    perplexity = lambda asked: {seed: math.exp(loss) for seed, loss in of(asked).items()}  # noqa: E731
+    lines = Cells()
+    for merge, beta in itertools.product(("restart", "keep_local"), (0, 0.5)):
+        asked = [f"co2:beta={beta},merge={merge},gap={gap}" for gap in ("elementwise", "norm", "none")] + ["local"]
+        base = perplexity(asked[0])
+        lines[f"{merge}, {beta}"] = [loss_of(of(asked[0])), *(against(perplexity(other), base) for other in asked[1:])]
     return lines
 
 
