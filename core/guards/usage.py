@@ -326,9 +326,9 @@ def _warn_at_exit() -> None:
     if hasattr(sys, "last_type"):  # an uncaught exception
         return
     if texts := [text for checks in list(_active) if (text := checks.unfinished()) is not None] or _dropped:
-        failure.tell_end()
         if texts[0]:
             print(f"warning: {texts[0]}", file=sys.stderr)
+        failure.tell_end()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

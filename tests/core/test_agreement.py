@@ -83,6 +83,11 @@ def test_tensors_in_another_order_are_refused_if_modules_hold_them(rank: int):
     buffers = [b for name in names for b in net.get_submodule(name).buffers()]
     said = problems.refusal(lambda: CO2(net.parameters(), config, buffers=buffers))
     assert "rank 0 has Module.a.running_mean where rank 1 has Module.b.running_mean" in said
+    said = problems.refusal(CO2, nn.Sequential(nn.Linear(3, 4 + rank), nn.Linear(4, 4)).parameters(), config)
+    assert said.startswith("workers differ in Sequential.0.weight: rank 0 has ((4, 3), 'torch.float32'), against ((5, ")
+    shapes = [(2,), (3,)][:: 1 - 2 * rank]
+    said = problems.refusal(CO2, [nn.Parameter(torch.ones(shape)) for shape in shapes], config)
+    assert said.endswith(" of rank 1: they are the same in another order: list them in one order")
     wrapped = nn.Sequential(net) if rank else net
     CO2(wrapped.parameters(), config, buffers=wrapped.buffers()).close()
 

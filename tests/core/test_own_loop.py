@@ -1,6 +1,8 @@
 """save() and load(): a loop of one's own is killed and goes on, bit for bit."""
 
+import atexit
 import os
+import re
 import signal
 import time
 import warnings
@@ -404,6 +406,7 @@ def test_saving_on_rank_0_alone_is_one_line_at_once(how: str, tmp_path: Path):
     (told, seconds), *_ = run_distributed(alone, 3, str(tmp_path), how)
     assert told.startswith("rank 1") and "\n" not in told
     assert told.endswith(" went on without save(): every worker must call save(), at the same step")
+    assert how == "in the loop" or told.startswith("rank 1, 2 (in torch.distributed.barrier()) went on")
     assert seconds < 10 and not [*tmp_path.iterdir()]
 
 
@@ -425,8 +428,69 @@ def test_loading_on_rank_0_alone_is_one_line(rank: int, tmp_path: Path):
     with pytest.raises((UserError, RuntimeError)) as told:
         load(tmp_path, *loop.state()) if rank == 0 else loop.go(STEPS)
     loop.co2.leave()
-    said = "rank 1 went on without load(): every worker must call load(), at the same step"
-    assert rank or str(told.value) == said
+    said = r"rank 1( \(in \w+\(\)\))? went on without load\(\): every worker must call load\(\), at the same step"
+    assert rank or re.fullmatch(said, str(told.value)), told.value
+
+
+CUT = replace(KEEP, tau=4, delay="auto", fragments=2, compression=CompressionConfig())
+CALLS: dict[str, tuple[dict[str, Any], int, Callable[[CO2], Any]]] = {  # more arguments, local steps before, the call
+    "averaged_model()": ({}, 4, lambda co2: co2.averaged_model().__enter__()),
+    "sync_for_eval()": ({"average": [torch.zeros(2)]}, 4, lambda co2: co2.sync_for_eval()),
+    "state_dict()": ({}, 3, lambda co2: co2.state_dict()),
+    "resync()": ({}, 3, lambda co2: co2.resync()),
+}
+
+
+def on_rank_0(rank: int, world_size: int, call: str, then: str) -> str:
+    """Rank 0 alone makes the call; the other one trains on, and calls finish()."""
+    more, steps, act = CALLS[call]
+    co2 = CO2(net(0).parameters(), PAPERS if more else CUT, **more)
+    for _ in range(steps if steps < 4 else co2.tau):
+        co2.step()
+    try:
+        if rank == 0:
+            act(co2)
+        for _ in range(3 * TAU if then == "step()" else 0):
+            co2.step()
+        co2.finish()
+    except (UserError, RuntimeError) as error:
+        co2.leave()
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("then", ["step()", "finish()"])
+def test_a_call_on_rank_0_alone_names_what_the_other_lacks(call: str, then: str):
+    told, _ = run_distributed(on_rank_0, 2, call, then, expect_death=(1,))
+    assert f" went on without {call}: every worker must call {call}, at the same step" in told, told
+    assert told.startswith("rank 1 (in finish()) ") or then == "step()", told
+
+
+@on_ranks(2)
+def test_workers_in_two_calls_are_both_told_which(rank: int, tmp_path: Path):
+    loop = Loop(rank, "as recommended")
+    with pytest.raises(UserError) as told:
+        loop.save(str(tmp_path)) if rank else loop.co2.resync()
+    calls = ["rank 0 calls resync() where rank 1 calls save()", "rank 1 calls save() where rank 0 calls resync()"]
+    assert str(told.value) in [f"{each}: every worker must make the same calls" for each in calls]
+    loop.co2.leave()
+
+
+def one_finishes(rank: int, world_size: int) -> str:
+    loop = Loop(rank)
+    loop.go(4)
+    if rank == 1:
+        atexit._run_exitfuncs()  # what Python calls at the end
+        os._exit(0)
+    with pytest.raises(CollectiveError) as told:
+        loop.end()
+    return str(told.value)
+
+
+def test_finish_on_rank_0_alone_names_the_worker_that_ended_without_it():
+    told = run_distributed(one_finishes, 2, expect_death=(1,))[0]
+    assert "failed; rank 1 has ended without finish(), which every worker must call (before" in told
 
 
 def test_a_scheduler_that_is_not_saved_is_told(tmp_path: Path):
