@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buckets import copy, is_dtensor, local_shard, unique, views
-from ..comm import Stage, sum_flats
+from ..comm import run, sum_flats
 from ..errors import UserError, warn
 from ..groups import compare, of_all
 from ..hooks import Hook, HookedMethod
@@ -110,7 +110,7 @@ class ExtraAverage(Hook):
             others.append(f"average: {error}; {remedy}")
         problem = problem or next(iter(others), "")
         failed = torch.tensor(float(bool(problem)), device=self.method.allreduce.device)
-        _wait(node.sum([failed]))  # the results of the other workers of a node
+        run(node.sum([failed]))  # the results of the other workers of a node
         if failed:
             raise UserError(problem or "average: another worker of this node cannot average: see its message")
         return found
@@ -128,9 +128,9 @@ class ExtraAverage(Hook):
         counted = [pair for pair, counts in zip(zip(sums, tensors, strict=True), finite, strict=True) if counts]
         copy([total for total, _ in counted], [t for _, t in counted])
         weights.copy_(torch.tensor(finite, device="cpu"))
-        _wait([sum_flats([flat], allreduce.group)])
+        run(iter([sum_flats([flat], allreduce.group)]))
         if over_node:
-            _wait(m.node.sum([flat]))
+            run(m.node.sum([flat]))
         of_each, count = weights.tolist(), m.total_world_size if over_node else allreduce.world_size
         for t, total, weight in zip(tensors, sums, of_each, strict=True):
             if weight:
@@ -187,10 +187,3 @@ def averaged_tensors(given: Given) -> list[Tensor]:
         if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
             raise UserError(f"{what} is expanded, so several elements share memory: give its clone()")
     return unique([t for t in tensors if t.is_floating_point()])
-
-
-def _wait(stages: Iterable[Stage]) -> None:
-    """Waits for all collectives."""
-    for works, _ in stages:
-        for work in works:
-            work.wait()

@@ -212,7 +212,7 @@ def explain(error: BaseException) -> CollectiveError | None:
 
 MAX_WAIT = 1800.0  # seconds that a worker may come after the first one
 FIRST_QUESTION = 2.0  # seconds after which a waiting worker asks where its peers are
-PACKAGE = __file__.removesuffix("guards/failure.py")
+PACKAGE, TORCHS = __file__.removesuffix("guards/failure.py"), dist.distributed_c10d.__file__
 _calls = 0  # calls of come_together() in this process
 
 
@@ -241,7 +241,7 @@ def come_together(kind: str, method: HookedMethod | None = None) -> None:
             return
     _calls += 1
     store, began, next_question = dist.distributed_c10d._get_default_store(), time.monotonic(), FIRST_QUESTION
-    what, rank, before = _call_of(threading.get_ident()), dist.get_rank(), dict[int, list[str]]()
+    what, rank, before = _call_of(threading.get_ident())[0], dist.get_rank(), dict[int, list[str]]()
     place, complete = f"co2/call{_calls}", f"co2/call{_calls}/all"
     its_kind, its_rank, theirs = store.compare_set(place, "", f"{kind} {rank} {what}").decode().split()
     if its_kind != kind:
@@ -286,22 +286,25 @@ def _progress() -> str:
     They are the number of all-reduces launched, the number of calls of come_together(), the CPU seconds of the main
     thread if it waits in torch.distributed, otherwise "-", and the main thread's call, see _call_of.
     """
-    main, seconds = threading.main_thread().ident or 0, "-"
-    frame = sys._current_frames().get(main)
-    if frame is not None and frame.f_code.co_filename == dist.distributed_c10d.__file__:
-        seconds = f"{time.clock_gettime(time.pthread_getcpuclockid(main)):.2f}"
-    return f"{AsyncAllReduce.launches} {_calls} {seconds} {_call_of(main)}"
+    main = threading.main_thread().ident or 0
+    call, waits = _call_of(main)
+    seconds = f"{time.clock_gettime(time.pthread_getcpuclockid(main)):.2f}" if waits else "-"
+    return f"{AsyncAllReduce.launches} {_calls} {seconds} {call}"
 
 
-def _call_of(thread: int) -> str:
-    """Returns the call of this package, or of torch.distributed, that the script has made in a thread. "-" for none."""
-    frame, call = sys._current_frames().get(thread), "-"
-    while frame is not None:  # the outermost one counts
+def _call_of(thread: int) -> tuple[str, bool]:
+    """Returns which call of this package or of torch.distributed the script has made in a thread, "-" for none.
+
+    Also whether the thread waits in torch.distributed.
+    """
+    frame = top = sys._current_frames().get(thread)
+    call = "-"
+    while frame is not None:  # the outermost call counts
         file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if not name.startswith("_") and (file.startswith(PACKAGE) or file == dist.distributed_c10d.__file__):
-            call = f"{'' if file.startswith(PACKAGE) else 'torch.distributed.'}{name}()"
+        if not name.startswith("_") and file.startswith((PACKAGE, TORCHS)):
+            call = f"{'torch.distributed.' * (file == TORCHS)}{name}()"
         frame = frame.f_back
-    return call
+    return call, top is not None and top.f_code.co_filename == TORCHS
 
 
 def _named(answers: Mapping[int, str]) -> str:

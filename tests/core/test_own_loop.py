@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import re
 import signal
 import time
 import warnings
@@ -381,33 +380,47 @@ def test_an_optimiser_of_more_than_the_model_is_refused(tmp_path: Path):
         loop.save(str(tmp_path))
 
 
-def alone(rank: int, world_size: int, folder: str, how: str) -> tuple[str, float]:
-    """Rank 0 alone calls save(); the others go on into the next collective."""
+CALLS: dict[str, tuple[int, Callable[[Loop, str], Any]]] = {  # local steps before, and the call
+    "save()": (3, lambda loop, folder: loop.save(folder)),
+    "load()": (3, lambda loop, folder: loop.load(folder)),
+    "resync()": (3, lambda loop, folder: loop.co2.resync()),
+    "state_dict()": (3, lambda loop, folder: loop.co2.state_dict()),
+    "averaged_model()": (4, lambda loop, folder: loop.co2.averaged_model().__enter__()),
+    "sync_for_eval()": (4, lambda loop, folder: loop.co2.sync_for_eval()),
+}
+
+
+def on_rank_0(rank: int, world_size: int, call: str, other: str, folder: str) -> str:
+    """What rank 0 is told, which makes the call alone. The other worker goes on to another one."""
+    peers.FIRST_QUESTION = 0.5
     loop = Loop(rank)
-    loop.go(4)
-    began = time.monotonic()
+    loop.co2.close()
+    config = replace(KEEP, tau=4, delay="auto", fragments=2, compression=CompressionConfig())
+    loop.co2 = CO2(loop.model.parameters(), config, average=[torch.zeros(2)])
+    loop.go(CALLS[call][0])
     try:
         if rank == 0:
-            loop.save(folder)
-        elif how == "in a barrier":
+            CALLS[call][1](loop, folder)
+        elif "barrier" in other:
             dist.barrier()
-        else:
+        elif other == "step()":
             loop.go(STEPS)
-            loop.end()
+        loop.end()
     except (UserError, RuntimeError) as error:
-        seconds = time.monotonic() - began
-        loop.co2.leave()  # the others wait for this worker
-        return str(error), seconds
-    return "", 0.0
+        loop.co2.leave()
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize("how", ["in the loop", pytest.param("in a barrier", marks=pytest.mark.slow)])
-def test_saving_on_rank_0_alone_is_one_line_at_once(how: str, tmp_path: Path):
-    (told, seconds), *_ = run_distributed(alone, 3, str(tmp_path), how)
-    assert told.startswith("rank 1") and "\n" not in told
-    assert told.endswith(" went on without save(): every worker must call save(), at the same step")
-    assert how == "in the loop" or told.startswith("rank 1, 2 (in torch.distributed.barrier()) went on")
-    assert seconds < 10 and not [*tmp_path.iterdir()]
+ELSEWHERE = [*zip(CALLS, ["step()", "finish()"] * 3, strict=True), ("averaged_model()", "finish()")]
+
+
+@pytest.mark.parametrize(("call", "other"), [*ELSEWHERE, ("save()", "torch.distributed.barrier()")])
+def test_a_call_on_rank_0_alone_is_one_line_that_names_both_calls(call: str, other: str, tmp_path: Path):
+    told, _ = run_distributed(on_rank_0, 2, call, other, str(tmp_path), expect_death=(1,))
+    where = f" (in {other})" * (f"(in {other})" in told or other != "step()")  # it may be between two steps
+    assert told == f"rank 1{where} went on without {call}: every worker must call {call}, at the same step"
+    assert not [*tmp_path.iterdir()]
 
 
 @on_ranks(2)
@@ -420,51 +433,6 @@ def test_workers_at_other_places_are_refused_at_once(rank: int, tmp_path: Path):
         save(tmp_path, *loop.state(), step=7)
     loop.co2.leave()
     assert not [*tmp_path.iterdir()]
-
-
-@on_ranks(2)
-def test_loading_on_rank_0_alone_is_one_line(rank: int, tmp_path: Path):
-    loop = Loop(rank)
-    with pytest.raises((UserError, RuntimeError)) as told:
-        load(tmp_path, *loop.state()) if rank == 0 else loop.go(STEPS)
-    loop.co2.leave()
-    said = r"rank 1( \(in \w+\(\)\))? went on without load\(\): every worker must call load\(\), at the same step"
-    assert rank or re.fullmatch(said, str(told.value)), told.value
-
-
-CUT = replace(KEEP, tau=4, delay="auto", fragments=2, compression=CompressionConfig())
-CALLS: dict[str, tuple[dict[str, Any], int, Callable[[CO2], Any]]] = {  # more arguments, local steps before, the call
-    "averaged_model()": ({}, 4, lambda co2: co2.averaged_model().__enter__()),
-    "sync_for_eval()": ({"average": [torch.zeros(2)]}, 4, lambda co2: co2.sync_for_eval()),
-    "state_dict()": ({}, 3, lambda co2: co2.state_dict()),
-    "resync()": ({}, 3, lambda co2: co2.resync()),
-}
-
-
-def on_rank_0(rank: int, world_size: int, call: str, then: str) -> str:
-    """Rank 0 alone makes the call; the other one trains on, and calls finish()."""
-    more, steps, act = CALLS[call]
-    co2 = CO2(net(0).parameters(), PAPERS if more else CUT, **more)
-    for _ in range(steps if steps < 4 else co2.tau):
-        co2.step()
-    try:
-        if rank == 0:
-            act(co2)
-        for _ in range(3 * TAU if then == "step()" else 0):
-            co2.step()
-        co2.finish()
-    except (UserError, RuntimeError) as error:
-        co2.leave()
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("then", ["step()", "finish()"])
-def test_a_call_on_rank_0_alone_names_what_the_other_lacks(call: str, then: str):
-    told, _ = run_distributed(on_rank_0, 2, call, then, expect_death=(1,))
-    assert f" went on without {call}: every worker must call {call}, at the same step" in told, told
-    assert told.startswith("rank 1 (in finish()) ") or then == "step()", told
 
 
 @on_ranks(2)
