@@ -210,7 +210,7 @@ def explain(error: BaseException) -> CollectiveError | None:
 
 # -- a call that every worker must make ---------------------------------------------------------------------------
 
-MAX_WAIT = 1800.0  # seconds that a worker may come after the first one
+MAX_WAIT = 1800.0  # seconds that a worker may come after the first one, if no method has a timeout
 FIRST_QUESTION = 2.0  # seconds after which a waiting worker asks where its peers are
 PACKAGE, TORCHS = __file__.removesuffix("guards/failure.py"), dist.distributed_c10d.__file__
 _calls = 0  # calls of come_together() in this process
@@ -239,7 +239,7 @@ def come_together(kind: str, method: HookedMethod | None = None) -> None:
         method.allreduce.check_alive()
         if method.allreduce.is_elastic or method.total_world_size < workers:
             return
-    _calls += 1
+    _calls, limit = _calls + 1, MAX_WAIT if method is None else method.allreduce.timeout
     store, began, next_question = dist.distributed_c10d._get_default_store(), time.monotonic(), FIRST_QUESTION
     what, rank, before = _call_of(threading.get_ident())[0], dist.get_rank(), dict[int, list[str]]()
     place, complete = f"co2/call{_calls}", f"co2/call{_calls}/all"
@@ -258,7 +258,7 @@ def come_together(kind: str, method: HookedMethod | None = None) -> None:
         answers = _peers.ask(_peers.known, "where") if _peers is not None else {}
         if _is_set(store, complete):  # then a peer may have passed the call before it answered
             break
-        if waited > MAX_WAIT or not {"gone", "failed"}.isdisjoint(answers.values()):
+        if waited > limit or not {"gone", "failed"}.isdisjoint(answers.values()):
             why = f"not all workers came within {waited:.0f} s; {describe_failed()}"
             raise CollectiveError(f"{what}: {why}: {RESUME}")
         progress = {rank: answer.split() for rank, answer in answers.items() if answer.count(" ") == 3}
