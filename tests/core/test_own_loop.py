@@ -249,7 +249,8 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path):
     for what, (change, told) in kinds.items():
         loop = Loop(0)
         change(loop)
-        assert told in (said := refusal(loop.load, str(tmp_path))), (what, said)
+        said = refusal(loop.load, str(tmp_path))
+        assert told in said and said.startswith(f"{tmp_path}: "), (what, said)
 
 
 @pytest.mark.parametrize("wrong", [{"step": -1}, {"step": "4"}, {"step": 10**9}, {"step": 4, "keep": 0}])
