@@ -268,26 +268,20 @@ def names_of(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def check_order(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Raises UserError if the workers' tensors have the same names in different orders, or differ in shape or dtype.
+    """Raises UserError if the workers' tensors differ in shape or dtype, or have the same names in different orders.
 
-    Other names may come from a wrapper that only one worker has. Tensors outside of modules have no names.
+    Tensors outside of modules have no names. Another number of tensors is left to `compare`.
     """
-    mine = names_of(tensors), [str(kind_of(local_shard(t))) for t in tensors]
-    (first, kinds), *others = of_all(mine, group)
-    for rank, (its, its_kinds) in enumerate(others, start=1):
-        moved = [pair for pair in zip(first, its, strict=False) if pair[0] != pair[1]]
-        if moved and sorted(first) == sorted(its):
-            raise UserError(
-                f"workers give tensors in different orders: rank 0 has {moved[0][0]} where rank {rank} has "
-                f"{moved[0][1]}, and these would be averaged: build the model in one order, from lists instead of sets"
-            )
-        differ = [triple for triple in zip(first, kinds, its_kinds, strict=False) if triple[1] != triple[2]]
-        if differ and len(kinds) == len(its_kinds):  # `compare` refuses other numbers of tensors
-            name, ours, theirs = differ[0]
-            same = "they are the same in another order: list them in one order"
-            remedy = same if sorted(kinds) == sorted(its_kinds) else "build the same model on all workers"
-            where = f" in {name}" * bool(name)
-            raise UserError(f"workers differ{where}: rank 0 has {ours}, against {theirs} of rank {rank}: {remedy}")
+    mine = [(name, str(kind_of(local_shard(t)))) for name, t in zip(names_of(tensors), tensors, strict=True)]
+    first, *others = of_all(mine, group)
+    for rank, its in enumerate(others, start=1):
+        pairs = [pair for pair in zip(first, its, strict=False) if pair[0] != pair[1]]
+        remedy = "they are the same in another order: build the model in one order, from lists instead of sets"
+        if sorted(first) != sorted(its):  # other names alone may come from a wrapper that only one worker has
+            pairs, remedy = [pair for pair in pairs if pair[0][1] != pair[1][1]], "build the same model on all workers"
+        if pairs and len(first) == len(its):
+            ours, theirs = (" ".join(named).strip() for named in pairs[0])
+            raise UserError(f"workers differ: rank 0 has {ours}, against {theirs} of rank {rank}: {remedy}")
 
 
 def check_share(c: Any, *, shard: bool, split: bool = False, held: bool = False) -> None:
