@@ -20,9 +20,10 @@ def _report(error: BaseException | None, at: TracebackType | None, otherwise: Ca
         return
     own = [frame for frame in traceback.extract_tb(at) if not frame.filename.startswith(OTHERS)]
     where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    mistake = end and "CO2_LAUNCH" in os.environ and not isinstance(error, CollectiveError)
     if first_to_say(line := f"error: {' '.join(str(error).split())}{where}"):
-        print(line, file=sys.stderr, flush=True)
-    if end and "CO2_LAUNCH" in os.environ and not isinstance(error, CollectiveError):
+        print(line, file=(mistake and sys.__stderr__) or sys.stderr, flush=True)  # torch's hook holds sys.stderr back
+    if mistake:
         raise SystemExit(2)  # Python takes the status from its hook
 
 

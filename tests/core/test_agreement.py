@@ -83,7 +83,8 @@ def test_tensors_in_another_order_are_refused_if_modules_hold_them(rank: int):
     buffers = [b for name in names for b in net.get_submodule(name).buffers()]
     said = problems.refusal(lambda: CO2(net.parameters(), config, buffers=buffers))
     assert "rank 0 has Module.a.running_mean ((3,), 'torch.float32'), against Module.b.running_mean ((3,)" in said
-    said = problems.refusal(CO2, nn.Sequential(nn.Linear(3, 4 + rank), nn.Linear(4, 4)).parameters(), config)
+    wide = nn.Sequential(nn.Linear(3, 4 + rank), nn.Linear(4, 4))
+    said = problems.refusal(CO2, wide.parameters(), config)
     assert said.startswith(
         "workers differ: rank 0 has Sequential.0.weight ((4, 3), 'torch.float32'), against Sequential."
     )
