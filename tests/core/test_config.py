@@ -209,7 +209,7 @@ REFUSED: list[Any] = [
     (lambda: CO2([*params(), None]), "parameters: a NoneType is among them: "),  # pyright: ignore
     (lambda: attach(nn.Linear(1, 1), params()).__enter__(), "optimizer: a Linear is given: give a torch optimizer"),  # pyright: ignore
     (lambda: local_world_size({"SLURM_TASKS_PER_NODE": "8(x2),4"}), "=8(x2),4: start equally many on each node"),
-    (lambda: CO2(params(), model_params=nn.Linear(1, 1)), "one Linear", "give a list"),  # pyright: ignore
+    (lambda: CO2(params(), model_params=nn.Linear(1, 1)), "one Linear", "give model.parameters()"),  # pyright: ignore
     (lambda: CO2(params(), model_params=[torch.ones(2)]), "1 model_params for 2 parameters", "one of each shape"),
     (lambda: CO2(params(), buffers=[torch.ones(1).expand(3)]), "shape (3,) is expanded", "clone()"),
     (lambda: CO2Config(compression="int4"), "compression='int4'", "such as CompressionConfig('int4')"),  # pyright: ignore

@@ -84,7 +84,7 @@ def test_a_script_that_is_not_elastic_is_one_line_and_is_not_restarted(tmp_path:
     (tmp_path / "fixed.py").write_text(FIXED)
     launch = [sys.executable, "-m", "core.elastic.launch", "--nproc-per-node", "2", "--max-restarts", "2"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run([*launch, tmp_path / "fixed.py"], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*launch, tmp_path / "fixed.py"], env=env, capture_output=True, text=True, timeout=180)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: the elastic launcher restarts workers, and this method's workers cannot join again:")
