@@ -104,7 +104,7 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
 def check_group(allreduce: AsyncAllReduce) -> None:
     """Raises UserError if several workers were started and torch.distributed is not initialized.
 
-    Also if the launcher of elastic workers has started them, which may come back alone, and the method is not elastic.
+    Also if the elastic launcher has started them, and the method is not elastic.
     """
     if "CO2_WORKER" in os.environ and not allreduce.is_elastic:
         raise UserError(
