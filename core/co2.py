@@ -277,7 +277,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         """
         if not self.is_cut or self.config.delay != "auto" or self.at_boundary or self.allreduce.is_elastic:
             return  # all workers have started the same
-        self.allreduce.check_alive()
+        GUARDS.failure.come_together("state_dict", self)
         ahead = max(of_all(self.fragment_index, self.allreduce.of_workers))
         while self.fragment_index < ahead:
             self._merge_early(starts_next=True)

@@ -62,6 +62,7 @@ class Failures(Protocol):
     """Finds which ranks have failed. See guards/failure.py."""
 
     def register(self, group: dist.ProcessGroup) -> None: ...  # learns the group's members
+    def come_together(self, kind: str, method: Any) -> None: ...  # waits until all workers make this call
     def describe_failed(self, members: Sequence[int]) -> str: ...  # names the failed ranks among them
 
 

@@ -90,7 +90,8 @@ class CO2Config:
         self._check_fragments()
         limits = self.outlier is None or (is_number(self.outlier) and self.outlier > 1)
         require(self, limits, "outlier", "give a number above 1, or None for no limit")
-        remedy = "give a CompressionConfig, such as CompressionConfig('int8')"
+        example = self.compression if isinstance(self.compression, str) else "int8"
+        remedy = f"give an object of CompressionConfig, such as CompressionConfig({example!r})"
         require(self, isinstance(self.compression, CompressionConfig), "compression", remedy)
 
     def _check_delay(self) -> None:

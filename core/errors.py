@@ -1,5 +1,6 @@
 """The errors that users get, and checks of settings that raise them."""
 
+import hashlib
 import logging
 import os
 import sys
@@ -19,8 +20,9 @@ log = logging.getLogger("co2_training")  # choices and repairs, at level INFO on
 class UserError(ValueError):
     """A user's mistake, in one line that names the value and the remedy.
 
-    Where nobody catches it, Python prints it without a traceback, with the line of the user's script. The exit status
-    is 1, and 2 from the train scripts. With CO2_TRACEBACK in the environment, Python prints the traceback.
+    Where nobody catches it, or one of the other two errors, Python prints it without a traceback, with the line of the
+    user's script. The exit status is 1. It is 2 from the train scripts, and for a mistake under our launchers. With
+    CO2_TRACEBACK in the environment, Python prints the traceback.
     """
 
 
@@ -32,8 +34,22 @@ class DivergedError(RuntimeError):
     """Training cannot continue: the parameters are not finite, or a worker is excluded in too many rounds in a row."""
 
 
+def first_to_say(text: str) -> bool:
+    """Returns whether no other worker of this torchrun has printed this text. Marks are files in its error folder."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    mark = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:24]
+    try:  # the folder is of one attempt of one launch
+        os.close(os.open(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / mark, os.O_CREAT | os.O_EXCL))
+    except (KeyError, OSError) as error:
+        return not isinstance(error, FileExistsError)
+    return True
+
+
 def warn(text: str) -> None:
-    """Warns at the user's line that has led here, outside of this package and of installed ones."""
+    """Warns at the user's line that has led here, outside of this package and of installed ones, on one worker."""
+    if not first_to_say(text):
+        return
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_code.co_filename.startswith(OTHERS):
         frame, level = frame.f_back, level + 1

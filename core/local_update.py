@@ -179,12 +179,11 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self.params = [local_shard(p) for p in self.trained]
         averaged = {i: b for i, b in enumerate(others) if has_mean(b)}
         self._buffers = [as_real(local_shard(b)) for b in averaged.values()]
-        self._broadcast_once = [local_shard(t) for t in (*given, *others)]
+        self._broadcast_once = [*given, *others]
         GUARDS.inputs.check_inputs(given, self.params, self._buffers)
         on_host = share is not None and share.offload
         self.allreduce = allreduce(torch.device("cpu") if on_host else self.params[0].device)
-        if self.allreduce.places == 1:
-            GUARDS.inputs.check_group()
+        GUARDS.inputs.check_group(self.allreduce)
         sizes = dict(OWN_SCALARS)
         if self._buffers and not self.node.separate:  # pipeline stages have different buffers, and send all
             sizes[CHANGED] = len(self._buffers)
@@ -275,26 +274,28 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self._send_late_buffers()
         self._ended = None
         self._readback = AsyncReadback()  # discards the numbers of the last round
-        self._at_common_model(True, "finish()")
+        self._at_common_model(True)
 
     @property
     def at_boundary(self) -> bool:
         return not self.local_steps
 
     def sync_for_eval(self) -> bool:
+        if self.at_boundary and (self.is_cut or self.node.size > 1 or self._calls("on_common_model")):
+            GUARDS.failure.come_together("sync_for_eval", self)
         equal = self._reach_common_model()
         if self.at_boundary:
-            self._at_common_model(equal, "sync_for_eval()")
+            self._at_common_model(equal)
         return equal
 
     def _reach_common_model(self) -> bool:
         """Returns whether all workers hold the same model now. At a boundary a method may wait for it."""
         return self.at_boundary and not (self.allreduce.in_flight and self._starts_near_anchor)
 
-    def _at_common_model(self, equal: bool, call: str) -> None:
-        """Calls the hooks when all workers have come together in `call`."""
+    def _at_common_model(self, equal: bool) -> None:
+        """Calls the hooks when all workers have come together."""
         for on_common_model in self._calls("on_common_model"):
-            on_common_model(equal, call)
+            on_common_model(equal)
 
     def close(self) -> None:
         if sys.exc_info()[0] is not None:  # in a `finally` after an exception, which another error would hide
@@ -327,6 +328,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         Call it after weights were loaded into a model that this object already trains. Otherwise the next boundaries
         pull the model back. The all-reduce in flight is discarded, and momenta are zeroed.
         """
+        GUARDS.failure.come_together("resync", self)
         self._come_even()
         self.allreduce.restore(self.allreduce.launched, in_flight=False)  # a node's background uses its group, too
         self.node.agree(("resync",))
@@ -540,7 +542,10 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     def _broadcast_params(self) -> None:
         """Checks that workers agree, and gives all of them rank 0's tensors."""
         compared = (self.name, self._signature(), *(hook.compared for hook in self.hooks if hook.compared))
-        self.allreduce.agree(compared, [*self._broadcast_once, *(t for hook in self.hooks for t in hook.alike)])
+        given = [*self._broadcast_once, *(t for hook in self.hooks for t in hook.alike)]
+        if self.allreduce.group is not None:
+            GUARDS.inputs.check_order(given, self.allreduce.group)
+        self.allreduce.agree(compared, [local_shard(t) for t in given])
         self._changing: set[int] | None = None
         self._sent: set[int] | None = None
         for bucket in self.buckets:

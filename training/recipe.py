@@ -323,7 +323,10 @@ def starting_point(recipe: R, overrides: Sequence[str]) -> R:
 
 
 def refuse_unused(recipe: Recipe, default: Recipe) -> None:
-    """Refuses settings of other methods than the recipe's. Local methods share co2.tau, and most co2.compression."""
+    """Refuses settings of other methods than the recipe's, and co2.tau_max with a given tau.
+
+    Local methods share co2.tau, and most co2.compression.
+    """
     shared = {"tau"} | ({"compression"} & spec_of(recipe.method).takes)
     keys = {name: entry.settings.key for name, entry in REGISTRY.items() if entry.settings}
     owners = [(key, [name]) for name, key in keys.items() if hasattr(recipe, key)]  # tasks differ in their methods
@@ -337,6 +340,8 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
                 f"{part}.{key}={value!r} is method {methods[0]}'s own, method {recipe.method!r} does not have it: "
                 f"leave it out, or add --method {methods[0]}"
             )
+    if recipe.co2.tau != "auto" and (most := recipe.co2.tau_max) != default.co2.tau_max:
+        raise UserError(f"co2.tau_max={most} limits only tau auto, and co2.tau is {recipe.co2.tau}: leave one out")
 
 
 def released_momentum(workers: int) -> float:

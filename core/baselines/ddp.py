@@ -247,8 +247,8 @@ class DDP(Loop):
         if self.group is None or self._sharded:
             return
         tensors = tensors_of([*model.parameters(), *model.buffers()], "parameters")
-        compare(("ddp", compression, options), tensors, self.group)
         check_order(tensors, self.group)
+        compare(("ddp", compression, options), tensors, self.group)
         broadcast(tensors, self.group, device)
         self._first_values = self._flat_buffers()
         if compression.format != "float32":

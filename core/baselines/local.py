@@ -287,7 +287,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
             averages += views(z - bucket.payload * scale.to(z), bucket.params)
             averages += [v * scale.to(v) for v in bucket.buffer_views]
         self._write_model(tensors, averages)
-        self._at_common_model(True, "averaged_model()")
+        self._at_common_model(True)
         try:
             yield True
         finally:

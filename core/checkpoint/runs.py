@@ -589,16 +589,17 @@ def _begin(call: str, folder: Any, model: Any, optimizer: Any, co2: Any) -> None
     """
     is_path = isinstance(folder, str | os.PathLike)
     kinds = [type(given).__name__ for given in (model, optimizer, co2)]
-    shown = f"{call}({', '.join(['folder' if is_path else type(folder).__name__, *kinds])})"
+    shown = f"{call}({', '.join([repr(os.fspath(folder)) if is_path else type(folder).__name__, *kinds])})"
     fits = is_path and isinstance(model, nn.Module) and (optimizer is None or hasattr(optimizer, "param_groups"))
     if not fits or not hasattr(co2, "load_state_dict") or isinstance(co2, nn.Module | torch.optim.Optimizer):
-        raise UserError(f"{shown}: give the folder, the model, its optimizer or None, and the method, in this order")
+        what = "the folder, the model, its optimizer or None, and the method, which is made before"
+        raise UserError(f"{shown}: give {what}, in this order")
     if isinstance(co2, LocalUpdateMethod) and co2.allreduce.is_elastic:
         raise UserError(
             f"{call}() needs all workers, and elastic workers leave and join: let the first worker write what its "
             "give() returns with torch.save, and read it in the function that join(found=...) calls"
         )
-    peers.come_together(f"{call}()")
+    peers.come_together(call)
 
 
 @torch.inference_mode(False)  # the optimizer's new state could not be written to later
@@ -640,7 +641,10 @@ def load(
     load_model(model, state["model"])
     if optimizer is not None:
         load_optimizer(optimizer, model, state["optimizer"])
-    co2.load_state_dict(state["method"])
+    try:
+        co2.load_state_dict(state["method"])
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
     for name, held in state["others"].items():
         if hasattr(here[name], "load_state_dict"):
             here[name].load_state_dict(held)

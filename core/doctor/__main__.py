@@ -26,7 +26,7 @@ from .. import __version__
 from ..config import CO2Config
 from ..errors import UserError, env_number
 from ..groups import local_world_size, of_all
-from ..guards.inputs import check_env, whole
+from ..guards.inputs import check_env
 from ..nodes import node_mesh
 from . import report as reports
 from .measure import boundary, compressions, links, sound
@@ -46,7 +46,7 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--params", required=True, type=positive, metavar="N", help="trained parameters of the model, such as 125e6")
     add("--step_ms", "--step-ms", type=positive, metavar="MS", help="milliseconds of a local step; else several")
-    add("--per_node", "--per-node", type=whole, metavar="N", help="also tries nodes of N ranks as workers, DDP inside")
+    add("--per_node", "--per-node", type=int, metavar="N", help="also tries nodes of N ranks as workers, DDP inside")
     add("--timeout", default=60.0, type=positive, metavar="S", help="seconds until a missing rank is an error (60)")
     add("--out", type=Path, metavar="FILE", help="writes the report there as JSON, such as cluster.json")
     return parser.parse_args(argv)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm import AsyncAllReduce, Stage, sum_flats
-from ..errors import CollectiveError, env_number
+from ..errors import CollectiveError, UserError, env_number
 from ..local_update import LocalUpdateMethod
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged, agreed
 
@@ -76,7 +76,8 @@ class ElasticAllReduce(AsyncAllReduce):
     is_elastic = True
 
     def __init__(self, device: torch.device, *, owner: Any, members: Members, script: Script, **options: Any):
-        assert not dist.is_initialized(), "the workers' groups are made and left here"
+        if dist.is_initialized():  # the workers' groups are made and left here
+            raise UserError("elastic workers make their process groups themselves: leave out init_process_group()")
         super().__init__(device, **options)
         self.owner, self.members, self.script = owner, members, script
         self._act, self._act_phase = 0, AGREED  # the training script's current or last sum

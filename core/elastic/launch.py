@@ -37,7 +37,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from torch.distributed.run import determine_local_world_size
 
 from ..errors import CollectiveError, UserError
-from ..guards.inputs import whole
 from .allreduce import MOST
 from .etcd import Election, EtcdStore, NotLeading
 from .members import BEAT
@@ -351,10 +350,13 @@ class Agent:
             env |= {} if url else {"MASTER_ADDR": self._served.host, "MASTER_PORT": self._served.port}
             env |= {SECRET: self._secret, "CO2_ISLAND": self.island}
             env |= {"CO2_LAUNCH": 1, "TORCHELASTIC_ERROR_FILE": self._error_file(slot)}  # _ended prints what is there
+            # as torchrun, so that workers say a line once, and init_process_group() works where CO2 then refuses it
+            env |= {"TORCHELASTIC_RUN_ID": "elastic", "TORCHELASTIC_USE_AGENT_STORE": True}
             self.processes[slot] = self.spawn({name: str(value) for name, value in env.items()})
 
     def _error_file(self, slot: int) -> Path:
-        return Path(self._folder.name, f"error{self.name(slot)}.{slot}.json")
+        (folder := Path(self._folder.name, f"{self.name(slot)}.{slot}")).mkdir(exist_ok=True)
+        return folder / "error.json"
 
     def _send_all(self, number: int) -> None:
         for process in self.processes.values():
@@ -400,12 +402,12 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
     )
     parser.error, add = refuse, parser.add_argument
     add("--nproc-per-node", default="1", help="ranks on this node, or gpu for one per GPU (default: 1)")
-    add("--per-node", type=whole, default=1, help="ranks of each worker; 0 means all of a node (default: 1)")
-    add("--max-restarts", type=whole, default=0, help="restarts of each worker (default: 0)")
+    add("--per-node", type=int, default=1, help="ranks of each worker; 0 means all of a node (default: 1)")
+    add("--max-restarts", type=int, default=0, help="restarts of each worker (default: 0)")
     add("--nnodes", default="1", help="number of nodes (default: 1)")
-    add("--node-rank", type=whole, help="number of this node, from 0")
+    add("--node-rank", type=int, help="number of this node, from 0")
     add("--master-addr", help="address of the first node")
-    add("--master-port", type=whole, default=29500, help="a free port there (default: 29500)")
+    add("--master-port", type=int, default=29500, help="a free port there (default: 29500)")
     add("--standalone", action="store_true", help="one node, as by default")
     add("--store", default="", help="etcd://HOST,HOST,HOST/RUN: a store that outlives any one machine")
     add("-m", "--module", action="store_true", help="the script is a module, as for python -m")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buckets import copy, is_dtensor, local_shard, unique, views
-from ..comm import Stage, sum_flats
+from ..comm import run, sum_flats
 from ..errors import UserError, warn
 from ..groups import compare, of_all
 from ..hooks import Hook, HookedMethod
@@ -59,19 +59,16 @@ class ExtraAverage(Hook):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def on_common_model(self, equal: bool, call: str) -> None:
-        """Averages if all workers call it with `equal`."""
+    def on_common_model(self, equal: bool) -> None:
+        """Averages if the workers hold one model, which follows from their settings and the round."""
         allreduce = self.method.allreduce
         allreduce.check_alive()
-        if allreduce.group is not None:
-            what = f"the average of average= at {call}, which every worker must call,"
-            allreduce.in_foreground(lambda: self._average(equal), what)
+        if equal and allreduce.group is not None:
+            allreduce.in_foreground(self._average, "the average of average=")
 
-    def _average(self, equal: bool) -> None:
+    def _average(self) -> None:
         """Averages the tensors in place."""
-        m, found = self.method, self._found(equal)
-        if found is None:
-            return
+        m, found = self.method, self._found()
         if self.alike and self._has_stepped and not self._has_checked:
             self._has_checked = True
             if self._first == writes(self.alike):
@@ -87,8 +84,8 @@ class ExtraAverage(Hook):
                 if of_kind:
                     self._mean(of_kind, wide, over_node=over_node)
 
-    def _found(self, equal: bool) -> list[Tensor] | None:
-        """Returns the tensors to average, or None if some worker is not at the common model.
+    def _found(self) -> list[Tensor]:
+        """Returns the tensors to average.
 
         UserError on all workers if tensors of one cannot be averaged, or differ in number, shape or dtype.
         """
@@ -103,22 +100,20 @@ class ExtraAverage(Hook):
                 problem = f"average: the function failed with {type(error).__name__}: {error}"
         group, node = self.method.allreduce.group, self.method.node
         assert group is not None
-        ranks, reports = dist.get_process_group_ranks(group), of_all((equal, problem), group)
-        others = [f"rank {rank}: {theirs}" for rank, (_, theirs) in zip(ranks, reports, strict=True) if theirs]
+        ranks, reports = dist.get_process_group_ranks(group), of_all(problem, group)
+        others = [f"rank {rank}: {theirs}" for rank, theirs in zip(ranks, reports, strict=True) if theirs]
         try:
-            compare((), [local_shard(t) for t in found], group)
             check_order(found, group)
+            compare((), [local_shard(t) for t in found], group)
         except UserError as error:
             remedy = "an optimizer makes its tensors in its first step, so every worker must take one"
             others.append(f"average: {error}; {remedy}")
         problem = problem or next(iter(others), "")
-        numbers = [float(bool(problem)), float(not all(ready for ready, _ in reports))]
-        states = torch.tensor(numbers, device=self.method.allreduce.device)
-        _wait(node.sum([states]))  # the results of the other workers of a node
-        failed, unequal = states.tolist()
+        failed = torch.tensor(float(bool(problem)), device=self.method.allreduce.device)
+        run(node.sum([failed]))  # the results of the other workers of a node
         if failed:
             raise UserError(problem or "average: another worker of this node cannot average: see its message")
-        return None if unequal else found
+        return found
 
     def _mean(self, tensors: Sequence[Tensor], wide: torch.dtype, *, over_node: bool) -> None:
         """Averages local tensors with one all-reduce: their sums, and on how many workers each is finite.
@@ -133,9 +128,9 @@ class ExtraAverage(Hook):
         counted = [pair for pair, counts in zip(zip(sums, tensors, strict=True), finite, strict=True) if counts]
         copy([total for total, _ in counted], [t for _, t in counted])
         weights.copy_(torch.tensor(finite, device="cpu"))
-        _wait([sum_flats([flat], allreduce.group)])
+        run(iter([sum_flats([flat], allreduce.group)]))
         if over_node:
-            _wait(m.node.sum([flat]))
+            run(m.node.sum([flat]))
         of_each, count = weights.tolist(), m.total_world_size if over_node else allreduce.world_size
         for t, total, weight in zip(tensors, sums, of_each, strict=True):
             if weight:
@@ -192,10 +187,3 @@ def averaged_tensors(given: Given) -> list[Tensor]:
         if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
             raise UserError(f"{what} is expanded, so several elements share memory: give its clone()")
     return unique([t for t in tensors if t.is_floating_point()])
-
-
-def _wait(stages: Iterable[Stage]) -> None:
-    """Waits for all collectives."""
-    for works, _ in stages:
-        for work in works:
-            work.wait()

@@ -9,6 +9,7 @@ mean:
 - An answer, but no failure, although all other members have left the group: its main thread hangs. It is named if the
   members of the group are known (see AsyncAllReduce).
 - A worker that asks has itself failed, and may end soon. Workers that it has asked do not name it.
+- A worker whose script ends without finish() says so before, and is named with that.
 
 If no other machine can be reached, this machine may be at fault, and nobody is named.
 """
@@ -23,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from ..comm import RESUME, UNKNOWN, AsyncAllReduce
 from ..errors import CollectiveError, UserError
 from ..groups import of_all
+from ..hooks import HookedMethod
 
 ANSWERS_WITHIN = 2.0  # seconds to answer, and for peers to notice that a worker has left the group
 ASKED_AT_ONCE = 32
@@ -59,6 +61,7 @@ class Peers:
         self.rank = 0
         self._has_failed = False
         self._failed_peers: set[int] = set()  # ranks that have asked because they have failed
+        self.ended: set[int] = set()  # ranks whose scripts have ended without finish()
         self._found: list[int] | None = None
         os.register_at_fork(after_in_child=self._server.close)  # a data loader's process must not keep the port open
         threading.Thread(target=self._answer, daemon=True).start()
@@ -99,15 +102,15 @@ class Peers:
         return self._found
 
     def ask(self, ranks: Iterable[int], say: str) -> dict[int, str]:
-        """Asks peers in parallel, and returns each one's answer (see _ask_one).
+        """Asks peers in parallel, and returns each one's answer (see ask_one).
 
         It says this worker's rank if it has failed, or "where" to ask how far they are.
         """
         asked = sorted(ranks)
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            return dict(zip(asked, pool.map(lambda rank: self._ask_one(self.known[rank], say), asked), strict=True))
+            return dict(zip(asked, pool.map(lambda rank: self.ask_one(self.known[rank], say), asked), strict=True))
 
-    def _ask_one(self, address: Address, say: str) -> str:
+    def ask_one(self, address: Address, say: str) -> str:
         """Returns the answer, "gone", "silent", or "unknown" for an address that is of no use here."""
         if address.host.startswith("127.") and address.machine != self.address.machine:
             return "unknown"
@@ -133,11 +136,13 @@ class Peers:
 
     def _answer_one(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError), connection:
-            token, said = read_line(connection, ANSWERS_WITHIN).split()
+            token, said, *ended = read_line(connection, ANSWERS_WITHIN).split()
             if not hmac.compare_digest(token.encode(), self.address.token.encode()):
                 return
             if said == "where":
                 connection.sendall(f"{_progress()}\n".encode())
+            elif ended:
+                self.ended.add(int(said))
             else:
                 self._failed_peers.add(int(said))
                 connection.sendall(b"failed\n" if self._has_failed else b"running\n")
@@ -172,8 +177,19 @@ def register(group: dist.ProcessGroup | None = None) -> None:
 
 def describe_failed(members: Sequence[int] = ()) -> str:
     """Describes for a message which ranks have failed. members: see Peers.find_failed."""
-    ranks = _peers.find_failed(members) if _peers is not None else []
-    return f"no answer from rank {', '.join(map(str, ranks))}" if ranks else UNKNOWN
+    if _peers is None or not (ranks := _peers.find_failed(members)):
+        return UNKNOWN
+    if ended := [rank for rank in ranks if rank in _peers.ended]:
+        return f"{_named(dict.fromkeys(ended, ''))} has ended without finish(), which every worker must call"
+    return f"no answer from {_named(_peers.ask(ranks, 'where'))}"
+
+
+def tell_end() -> None:
+    """Lets the peers know, at the end of this process, that it has not called finish(), in which they may wait."""
+    until = time.monotonic() + ANSWERS_WITHIN
+    for address in _peers.known.values() if _peers is not None else ():
+        if time.monotonic() < until:  # Python starts no threads any more
+            _peers.ask_one(address, f"{_peers.rank} ended")
 
 
 def explain(error: BaseException) -> CollectiveError | None:
@@ -194,20 +210,23 @@ def explain(error: BaseException) -> CollectiveError | None:
 
 # -- a call that every worker must make ---------------------------------------------------------------------------
 
-MAX_WAIT = 1800.0  # seconds that a worker may come after the first one
+MAX_WAIT = 1800.0  # seconds that a worker may come after the first one, if no method has a timeout
 FIRST_QUESTION = 2.0  # seconds after which a waiting worker asks where its peers are
+PACKAGE, TORCHS = __file__.removesuffix("guards/failure.py"), dist.distributed_c10d.__file__
 _calls = 0  # calls of come_together() in this process
 
 
-def come_together(what: str) -> None:
+def come_together(kind: str, method: HookedMethod | None = None) -> None:
     """Waits until all workers have made this call. They may come late, after slower steps or an evaluation.
 
-    They meet at the store, because a collective could match another one that a worker has started elsewhere. Two cases
-    are errors. A worker that has launched more all-reduces than this one has passed the call. If all missing workers
-    wait in torch.distributed, and use no CPU time between two questions, they cannot come.
+    They meet at the store, because a collective could match another one that a worker has started elsewhere. Three
+    cases are errors. A worker makes another such call. A worker that has launched more all-reduces than this one has
+    passed the call. If all missing workers wait in torch.distributed, and use no CPU time between two questions, they
+    cannot come.
 
     Args:
-        what: The call, for a message.
+        kind: The call, without blanks.
+        method: The method whose call it is. If it is elastic, or has not all workers, this function does not wait.
 
     Raises:
         UserError: Other workers can no longer come.
@@ -216,10 +235,19 @@ def come_together(what: str) -> None:
     global _calls
     if not dist.is_initialized() or (workers := dist.get_world_size()) == 1:
         return
-    _calls += 1
+    if method is not None:
+        method.allreduce.check_alive()
+        if method.allreduce.is_elastic or method.total_world_size < workers:
+            return
+    _calls, limit = _calls + 1, MAX_WAIT if method is None else method.allreduce.timeout
     store, began, next_question = dist.distributed_c10d._get_default_store(), time.monotonic(), FIRST_QUESTION
-    count, complete, before = f"co2/call{_calls}/came", f"co2/call{_calls}/all", dict[int, list[str]]()
-    if store.add(count, 1) == workers:
+    what, rank, before = _call_of(threading.get_ident())[0], dist.get_rank(), dict[int, list[str]]()
+    place, complete = f"co2/call{_calls}", f"co2/call{_calls}/all"
+    its_kind, its_rank, theirs = store.compare_set(place, "", f"{kind} {rank} {what}").decode().split()
+    if its_kind != kind:
+        differ = f"rank {its_rank} calls {theirs} where rank {rank} calls {what}"
+        store.set(complete, f"{differ}: every worker must make the same calls")
+    elif store.add(f"{place}/came", 1) == workers:
         store.set(complete, "")
     while not _is_set(store, complete):
         waited = time.monotonic() - began
@@ -228,17 +256,21 @@ def come_together(what: str) -> None:
             continue
         next_question = waited + min(waited, 30.0)
         answers = _peers.ask(_peers.known, "where") if _peers is not None else {}
-        if waited > MAX_WAIT or not {"gone", "failed"}.isdisjoint(answers.values()):
+        if _is_set(store, complete):  # then a peer may have passed the call before it answered
+            break
+        if waited > limit or not {"gone", "failed"}.isdisjoint(answers.values()):
             why = f"not all workers came within {waited:.0f} s; {describe_failed()}"
             raise CollectiveError(f"{what}: {why}: {RESUME}")
-        progress = {rank: answer.split() for rank, answer in answers.items() if answer.count(" ") == 2}
+        progress = {rank: answer.split() for rank, answer in answers.items() if answer.count(" ") == 3}
         missing = {rank: fields for rank, fields in progress.items() if int(fields[1]) < _calls}
         passed = [rank for rank, fields in missing.items() if int(fields[0]) > AsyncAllReduce.launches]
         stuck = [rank for rank, fields in missing.items() if fields[2] != "-" and before.get(rank) == fields]
         if passed or (stuck and len(stuck) == len(missing)):
-            ranks = ", ".join(map(str, passed or stuck))
-            raise UserError(f"rank {ranks} went on without {what}: every worker must call {what}, at the same step")
+            others = _named({rank: answers[rank] for rank in passed or stuck})
+            raise UserError(f"{others} went on without {what}: every worker must call {what}, at the same step")
         before = missing
+    if differ := store.get(complete).decode():
+        raise UserError(differ)
 
 
 def _is_set(store: Any, key: str) -> bool:
@@ -249,16 +281,36 @@ def _is_set(store: Any, key: str) -> bool:
 
 
 def _progress() -> str:
-    """Returns this process's answer to "where": three fields that come_together() compares.
+    """Returns this process's answer to "where": four fields that come_together() compares.
 
-    They are the number of all-reduces launched, the number of calls of come_together(), and the CPU seconds of the main
-    thread if it waits in torch.distributed, otherwise "-".
+    They are the number of all-reduces launched, the number of calls of come_together(), the CPU seconds of the main
+    thread if it waits in torch.distributed, otherwise "-", and the main thread's call, see _call_of.
     """
-    main, seconds = threading.main_thread().ident or 0, "-"
-    frame = sys._current_frames().get(main)
-    if frame is not None and frame.f_code.co_filename == dist.distributed_c10d.__file__:
-        seconds = f"{time.clock_gettime(time.pthread_getcpuclockid(main)):.2f}"
-    return f"{AsyncAllReduce.launches} {_calls} {seconds}"
+    main = threading.main_thread().ident or 0
+    call, waits = _call_of(main)
+    seconds = f"{time.clock_gettime(time.pthread_getcpuclockid(main)):.2f}" if waits else "-"
+    return f"{AsyncAllReduce.launches} {_calls} {seconds} {call}"
+
+
+def _call_of(thread: int) -> tuple[str, bool]:
+    """Returns which call of this package or of torch.distributed the script has made in a thread, "-" for none.
+
+    Also whether the thread waits in torch.distributed.
+    """
+    frame = top = sys._current_frames().get(thread)
+    call = "-"
+    while frame is not None:  # the outermost call counts
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not name.startswith("_") and file.startswith((PACKAGE, TORCHS)):
+            call = f"{'torch.distributed.' * (file == TORCHS)}{name}()"
+        frame = frame.f_back
+    return call, top is not None and top.f_code.co_filename == TORCHS
+
+
+def _named(answers: Mapping[int, str]) -> str:
+    """Returns the ranks that have answered, for a message, with their calls if the answers to "where" name any."""
+    calls = {answer.split()[3] for answer in answers.values() if answer.count(" ") == 3} - {"-"}
+    return f"rank {', '.join(map(str, answers))}" + f" (in {' or '.join(sorted(calls))})" * bool(calls)
 
 
 def _own_host() -> str:

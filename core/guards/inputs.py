@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import gc
 import itertools
 import os
@@ -19,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from ..buckets import is_dtensor
-from ..comm import Reducer
+from ..buckets import is_dtensor, kind_of, local_shard
+from ..comm import AsyncAllReduce, Reducer
 from ..errors import UserError, env_number, require
 from ..groups import WORLD, backend_for, is_alive, of_all
 from ..hooks import Hook, HookedMethod
@@ -41,7 +39,8 @@ def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
             "made under torch.inference_mode(), a method could not train later: make it outside of that block"
         )
     if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
-        raise UserError(f"{name}: one {type(given).__name__} is given: {LISTS}")
+        remedy = f"give model.{name}()" if isinstance(given, nn.Module) and name in ("parameters", "buffers") else LISTS
+        raise UserError(f"{name}: one {type(given).__name__} is given: {remedy}")
     tensors = list(given)
     if others := [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]:
         raise UserError(f"{name}: a {others[0]} is among them: {LISTS}")
@@ -102,9 +101,17 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
         )
 
 
-def check_group() -> None:
-    """Raises UserError if several workers were started and torch.distributed is not initialized."""
-    if (workers := env_number("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+def check_group(allreduce: AsyncAllReduce) -> None:
+    """Raises UserError if several workers were started and torch.distributed is not initialized.
+
+    Also if the elastic launcher has started them, and the method is not elastic.
+    """
+    if "CO2_WORKER" in os.environ and not allreduce.is_elastic:
+        raise UserError(
+            "the elastic launcher restarts workers, and this method's workers cannot join again: loop over an "
+            "ElasticLoop (a train script: give --elastic), or start the script with torchrun"
+        )
+    if allreduce.places == 1 and (workers := env_number("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         raise UserError(
             f"WORLD_SIZE={workers}, but torch.distributed is not initialized: this worker would train alone; call "
             "init_process_group first"
@@ -261,18 +268,20 @@ def names_of(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def check_order(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Raises UserError if the workers' tensors have the same names in different orders.
+    """Raises UserError if the workers' tensors differ in shape or dtype, or have the same names in different orders.
 
-    Other names may come from a wrapper that only one worker has. Tensors outside of modules, and shards, have no names.
+    Tensors outside of modules have no names. Another number of tensors is left to `compare`.
     """
-    first, *others = of_all(names_of(tensors), group)
+    mine = [(name, str(kind_of(local_shard(t)))) for name, t in zip(names_of(tensors), tensors, strict=True)]
+    first, *others = of_all(mine, group)
     for rank, its in enumerate(others, start=1):
-        moved = [pair for pair in zip(first, its, strict=False) if pair[0] != pair[1]]
-        if moved and sorted(first) == sorted(its):
-            raise UserError(
-                f"workers give tensors in different orders: rank 0 has {moved[0][0]} where rank {rank} has "
-                f"{moved[0][1]}, and these would be averaged: build the model in one order, from lists instead of sets"
-            )
+        pairs = [pair for pair in zip(first, its, strict=False) if pair[0] != pair[1]]
+        remedy = "they are the same in another order: build the model in one order, from lists instead of sets"
+        if sorted(first) != sorted(its):  # other names alone may come from a wrapper that only one worker has
+            pairs, remedy = [pair for pair in pairs if pair[0][1] != pair[1][1]], "build the same model on all workers"
+        if pairs and len(first) == len(its):
+            ours, theirs = (" ".join(named).strip() for named in pairs[0])
+            raise UserError(f"workers differ: rank 0 has {ours}, against {theirs} of rank {rank}: {remedy}")
 
 
 def check_share(c: Any, *, shard: bool, split: bool = False, held: bool = False) -> None:
@@ -343,10 +352,3 @@ def _instances(*kinds: Any) -> Iterator[Any]:
 def _ranks(group: dist.ProcessGroup | None) -> set[int]:
     """Returns a group's ranks, none for no group or a destroyed one."""
     return set(dist.get_process_group_ranks(group)) if group is not None and is_alive(group) else set()
-
-
-def whole(given: str) -> int:
-    """Returns the whole number in a command's option. It is for argparse, which reports its error."""
-    with contextlib.suppress(ValueError):
-        return int(given)
-    raise argparse.ArgumentTypeError(f"{given[:40]}: give a whole number")

@@ -21,7 +21,8 @@ from ..buckets import local_shard, parts_of, views
 from ..errors import UserError, warn
 from ..hooks import Hook, HookedMethod
 from ..outer import norm
-from .inputs import FSDP, _imported, _instances, _ranks, check_order, refuse_fsdp
+from . import failure
+from .inputs import FSDP, _imported, _instances, _ranks, refuse_fsdp
 from .workers import forget
 
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
@@ -112,6 +113,7 @@ class UsageChecks(Hook):
         self._model_params = model_params
         self._rounds = self._calls = self._many = 0  # calls of step(), and how many of them follow several steps
         self._idle = list[int]()  # the calls that follow no change
+        self._warned = False  # of calls of step()
         self._own_steps = Counter[int]()  # steps of each optimizer of these parameters since the last call or boundary
         self._trained = False  # whether these parameters have changed since the method wrote them
         self._steps = 0  # optimizer steps since then, of any parameters
@@ -125,10 +127,6 @@ class UsageChecks(Hook):
         self._unchecked = set[int]()  # parameters that no step of this round has reached; weights may be loaded now
         if not is_new:
             return
-        if method.allreduce.group is not None:
-            alike = (t for hook in method.hooks for t in hook.alike)  # what hooks average or copy
-            given = [*method.trained, *(b for _, b in method.numbered_buffers), *alike]
-            check_order(given, method.allreduce.group)
         self._number = {id(p): i for i, p in enumerate(method.trained)}
         self._params = method.params
         self._devices = [p.device for p in self._params]
@@ -164,8 +162,9 @@ class UsageChecks(Hook):
                 "averages by itself after tau calls"
             )
         if found:
+            self._warned = True
             warn(found)
-        return bool(found) or (self._rounds >= FIRST and self._calls >= FIRST_CALLS)
+        return self._warned or (self._rounds >= FIRST and self._calls >= FIRST_CALLS)
 
     def _gradients_wait(self) -> bool:
         """Returns whether there are gradients, all finite and not all zero."""
@@ -178,11 +177,11 @@ class UsageChecks(Hook):
         if self.method.local_steps:  # the optimizer's first step has checked
             return 0
         self._check(self.method.trained)
-        if steps := max(self._own_steps.values(), default=0):
+        if (steps := max(self._own_steps.values(), default=0)) and not self._warned:
             warn(
-                f"no call of step() has followed {steps} optimizer steps since the last round of {self.method.name}: "
-                "finish() averages them as one round, unless step(last=True) came before them; call step() once after "
-                "every optimizer.step(), on every worker"
+                f"no call of step() has followed {steps} optimizer step{'s' * (steps > 1)} since the last round of "
+                f"{self.method.name}: finish() averages them as one round, unless step(last=True) came before them; "
+                "call step() once after every optimizer.step(), on every worker"
             )
         return steps
 
@@ -277,17 +276,19 @@ class UsageChecks(Hook):
                 "and the end of a with block pull them back to where the old ones were"
             )
 
-    def unfinished(self) -> str:
-        """Returns the warning that finish() is missing at the end of the process, "" if it is not.
+    def unfinished(self) -> str | None:
+        """Returns the warning that finish() is missing at the end of the process, None if it is not.
 
-        Workers differ after local steps, and while an all-reduce is in flight. There is no warning on ranks that do not
-        log, in a forked process, and after leave() or a failed all-reduce. The same holds if state_dict() was called
-        since the last step, because a saved run continues from there.
+        Workers differ after local steps, and while an all-reduce is in flight. The warning is "" on ranks that do not
+        log. It is not missing in a forked process, and after leave() or a failed all-reduce. The same holds if
+        state_dict() was called since the last step, because a saved run continues from there.
         """
         m, flight = self.method, self.method.allreduce
-        if self._process != os.getpid() or flight.world_size == 1 or not m.is_log_rank or flight.failed:
-            return ""
+        if self._process != os.getpid() or flight.world_size == 1 or flight.failed:
+            return None
         if not (m.local_steps or flight.in_flight) or m.is_saved:
+            return None
+        if not m.is_log_rank:
             return ""
         return (
             f"the script ends without {m.name}.finish(), {m.local_steps} local steps after round {m.rounds}: each "
@@ -297,7 +298,7 @@ class UsageChecks(Hook):
 
     def __del__(self) -> None:
         """Keeps the warning: a script's main() may have returned, and the process may end next."""
-        if not sys.is_finalizing() and hasattr(self, "_process") and (text := self.unfinished()):
+        if not sys.is_finalizing() and hasattr(self, "_process") and (text := self.unfinished()) is not None:
             _dropped.append(text)
 
 
@@ -318,14 +319,16 @@ def _register() -> None:
 
 
 def _warn_at_exit() -> None:
-    """Warns in one line if a method was not finished, whatever Python's filter of warnings says.
+    """Warns in one line if a method was not finished, whatever Python's filter of warnings says. Its peers learn of it.
 
     The exit status stays as it is. Only os._exit could change it here, and would lose what others still have to write.
     """
     if hasattr(sys, "last_type"):  # an uncaught exception
         return
-    if texts := [text for checks in list(_active) if (text := checks.unfinished())] or _dropped:
-        print(f"warning: {texts[0]}", file=sys.stderr)
+    if texts := [text for checks in list(_active) if (text := checks.unfinished()) is not None] or _dropped:
+        if texts[0]:
+            print(f"warning: {texts[0]}", file=sys.stderr)
+        failure.tell_end()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

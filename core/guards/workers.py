@@ -291,13 +291,9 @@ class NodeCheck(Hook):
         self._is_done = True
         if node.group is None or not (shared := node.on_all_ranks(self.method.params)):
             return
-        norms, reason = [0.0], ""
-        try:
-            norms = of_all(norm(shared).item(), node.group)
-        except RuntimeError as error:
-            reason = str(error)
-        if reason:  # outside of except: a traceback would keep the connections open
-            raise self.method.allreduce.failure(reason, "the comparison of a node's parameters")
+        norms, what = list[float](), "the comparison of a node's parameters"
+        gather = lambda: norms.extend(of_all(norm(shared).item(), node.group))  # noqa: E731
+        self.method.allreduce.in_foreground(gather, what)
         highest, lowest = max(norms), min(norms)
         if highest - lowest > 1e-6 * abs(highest):
             what = "unsharded parameters" if node.of_shards else "parameters"

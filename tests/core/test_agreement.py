@@ -76,13 +76,21 @@ def test_tensors_in_another_order_are_refused_if_modules_hold_them(rank: int):
     ]
     for make in makers:
         said = problems.refusal(make, layers(*names))
-        assert "rank 0 has Module.a.weight where rank 1 has Module.b.weight, and these would be averaged" in said
+        assert "rank 0 has Module.a.weight ((3,), 'torch.float32'), against Module.b.weight ((3,)" in said
     net = layers("a", "b")
     given = [p for name in names for p in net.get_submodule(name).parameters()]
-    assert "where rank 1 has Module.b.weight" in problems.refusal(CO2, given, config)
+    assert "against Module.b.weight ((3,)" in problems.refusal(CO2, given, config)
     buffers = [b for name in names for b in net.get_submodule(name).buffers()]
     said = problems.refusal(lambda: CO2(net.parameters(), config, buffers=buffers))
-    assert "rank 0 has Module.a.running_mean where rank 1 has Module.b.running_mean" in said
+    assert "rank 0 has Module.a.running_mean ((3,), 'torch.float32'), against Module.b.running_mean ((3,)" in said
+    wide = nn.Sequential(nn.Linear(3, 4 + rank), nn.Linear(4, 4))
+    said = problems.refusal(CO2, wide.parameters(), config)
+    assert said.startswith(
+        "workers differ: rank 0 has Sequential.0.weight ((4, 3), 'torch.float32'), against Sequential."
+    )
+    shapes = [(2,), (3,)][:: 1 - 2 * rank]
+    said = problems.refusal(CO2, [nn.Parameter(torch.ones(shape)) for shape in shapes], config)
+    assert "rank 0 has ((2,), 'torch.float32'), against ((3,)" in said and "are the same in another order" in said
     wrapped = nn.Sequential(net) if rank else net
     CO2(wrapped.parameters(), config, buffers=wrapped.buffers()).close()
 

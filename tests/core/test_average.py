@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from core import CO2, CO2Config, CompressionConfig, UserError, node_mesh
 from core.baselines import DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
-from core.testing import run_distributed
 from tests.on_ranks import alike, on_ranks
 
 
@@ -275,21 +274,3 @@ def test_nothing_is_saved_and_a_run_goes_on_bit_for_bit(rank: int):
         co2.finish()
         found.append(torch.cat([floats(model), floats(ema)]))
     assert torch.equal(*found) and alike(*found)
-
-
-def left(rank: int, world_size: int) -> str:
-    """Worker 1 does not call sync_for_eval(), but finish()."""
-    co2 = LocalSGD(net(0).parameters(), 1, average=[torch.zeros(2)], timeout=5)
-    co2.step()
-    try:
-        co2.finish() if rank else co2.sync_for_eval()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def test_a_worker_that_does_not_come_to_settle_is_an_error():
-    said = run_distributed(left, 2, timeout=60)
-    assert any(
-        "the average of average= at sync_for_eval(), which every worker must call, failed" in line for line in said
-    ), said

@@ -165,7 +165,7 @@ PARTS: dict[str, Any] = {"tau": 6, "gap": "none", "merge": "keep_local", "outer_
 REFUSED: list[Any] = [
     (lambda: CO2Config.recommended(steps=80, tau=96), "tau=96 with steps=80", "a smaller tau"),
     (lambda: node_mesh(2, "cpu"), "node_mesh(2, 'cpu')", "give cuda or cpu, then the number of ranks"),  # pyright: ignore
-    (lambda: save("x", None, nn.Linear(1, 1), None, step=1), "save(folder, NoneType, Linear", "in this order"),  # pyright: ignore
+    (lambda: save("x", None, nn.Linear(1, 1), None, step=1), "save('x', NoneType, Linear", "in this order"),  # pyright: ignore
     (lambda: CO2Config(tau=0), "tau=0", "1 or more"),
     (lambda: CO2Config(outer_lr=0.0), "outer_lr=0.0", "above 0"),
     (lambda: CO2Config(outer_momentum=1.0), "outer_momentum=1.0", "[0, 1)"),
@@ -201,7 +201,7 @@ REFUSED: list[Any] = [
     (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
     (lambda: LocalSGD([torch.zeros(1, requires_grad=True)], tau=0), "tau=0", "1 or more"),
     *(
-        (lambda make=make: make(nn.Sequential(nn.Linear(2, 2))), "parameters: one Sequential is given: ")
+        (lambda make=make: make(nn.Sequential(nn.Linear(2, 2))), "one Sequential is given: give model.parameters()")
         for make in (CO2, lambda given: CO2(given, shard=True), lambda given: LocalSGD(given, 2))
     ),
     (lambda: CO2(nn.Linear(2, 2).weight), "parameters: one Parameter is given: "),
@@ -209,9 +209,10 @@ REFUSED: list[Any] = [
     (lambda: CO2([*params(), None]), "parameters: a NoneType is among them: "),  # pyright: ignore
     (lambda: attach(nn.Linear(1, 1), params()).__enter__(), "optimizer: a Linear is given: give a torch optimizer"),  # pyright: ignore
     (lambda: local_world_size({"SLURM_TASKS_PER_NODE": "8(x2),4"}), "=8(x2),4: start equally many on each node"),
-    (lambda: CO2(params(), model_params=nn.Linear(1, 1)), "one Linear", "give a list"),  # pyright: ignore
+    (lambda: CO2(params(), model_params=nn.Linear(1, 1)), "one Linear", "give model.parameters()"),  # pyright: ignore
     (lambda: CO2(params(), model_params=[torch.ones(2)]), "1 model_params for 2 parameters", "one of each shape"),
     (lambda: CO2(params(), buffers=[torch.ones(1).expand(3)]), "shape (3,) is expanded", "clone()"),
+    (lambda: CO2Config(compression="int4"), "compression='int4'", "such as CompressionConfig('int4')"),  # pyright: ignore
     (lambda: CO2(params(), 48), "config=48: give an object of CO2Config"),
     (lambda: make_method("co2", params()), "give the module itself"),
     (lambda: CO2(params(), buffers=None), "buffers: one NoneType is given"),
@@ -274,7 +275,7 @@ def test_bad_settings_and_what_is_of_another_kind_are_refused(case: Any):
 SCRIPT = """
 import os, threading
 import torch.distributed as dist
-from core import CO2Config
+from core import CO2Config, CollectiveError
 
 def bug():
     raise KeyError("a bug")
@@ -282,9 +283,12 @@ def bug():
 def mistake():
     CO2Config(tau=0)
 
+def lost():
+    raise CollectiveError("rank 1 is gone")
+
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
-for act in (bug, mistake):
+for act in (bug, lost, mistake):
     thread = threading.Thread(target=act)
     thread.start()
     thread.join()
@@ -296,14 +300,15 @@ mistake()
     "how", ["plain", *(pytest.param(how, marks=pytest.mark.slow) for how in ("asked", "torchrun"))]
 )
 def test_an_uncaught_mistake_is_one_line_of_the_users_script(how: str, tmp_path: Path):
-    """In a thread, and at the end. A bug keeps its traceback, and CO2_TRACEBACK brings back the others."""
+    """In a thread and at the end, under torchrun once. A bug keeps its traceback, and CO2_TRACEBACK brings back all."""
     (script := tmp_path / "script.py").write_text(SCRIPT)
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
     env |= {"CO2_TRACEBACK": "1"} if how == "asked" else {}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"] if how == "torchrun" else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if how == "torchrun" else []
     done = subprocess.run([sys.executable, *launcher, script], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "KeyError: 'a bug'" in done.stderr, done.stderr
     said = [line for line in done.stderr.splitlines() if "error: tau=0: " in line]
-    assert len(said) == (0 if how == "asked" else 2), done.stderr
+    assert len(said) == {"plain": 2, "asked": 0, "torchrun": 1}[how], done.stderr
+    assert done.stderr.count(f"error: rank 1 is gone ({script}, line 13)\n") == (how != "asked"), done.stderr
     assert all(line.endswith(f" ({script}, line 10)") for line in said), said
     assert done.stderr.count(f'File "{script}", line 10') == (2 if how == "asked" else 0), done.stderr

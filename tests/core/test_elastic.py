@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bench.chaos.crew import Crew
@@ -21,6 +22,7 @@ from core.elastic.allreduce import ElasticAllReduce, Script
 from core.elastic.members import Members
 from core.tau import NUMBERS, AdaptiveTau, TauTuner
 from tests import problems
+from tests.on_ranks import on_ranks
 from tests.problems import flat, sgd_step
 
 TIMEOUT = 20.0
@@ -445,3 +447,10 @@ def test_a_storm(tmp_path: Path, seed: int, settings: dict[str, Any]):
     ends = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert storm["kills"] >= 15 and ends
     check_equal(ends)
+
+
+@on_ranks(2)
+def test_a_process_group_that_the_script_made_is_refused(rank: int):  # noqa: ARG001
+    members = Members(dist.HashStore(), "0.0")
+    said = problems.refusal(elastic_co2, [nn.Parameter(torch.ones(2))], CO2Config.paper(2), members=members)
+    assert said == "elastic workers make their process groups themselves: leave out init_process_group()"

@@ -286,6 +286,6 @@ def test_an_address_of_no_use_here_blames_nobody(monkeypatch: pytest.MonkeyPatch
 def test_where_no_other_machine_can_be_reached_nobody_is_blamed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "ANSWERS_WITHIN", 0.3)
     here: Any = Peers()
-    monkeypatch.setattr(here, "_ask_one", lambda address, say: "silent")
+    monkeypatch.setattr(here, "ask_one", lambda address, say: "silent")
     here.known = {rank: Address("192.0.2.7", 9, "elsewhere", "") for rank in (1, 2)}
     assert here.find_failed() == []

@@ -46,6 +46,13 @@ def never(model, optimizer, co2, train):
         train(optimizer)
 
 
+def one_step_behind(model, optimizer, co2, train):
+    for step in range(5):
+        train(optimizer)
+        if step < 4:
+            co2.step()
+
+
 def tail_alone(model, optimizer, co2, train):
     for step in range(9):
         train(optimizer)
@@ -86,6 +93,7 @@ def unfrozen(model, optimizer, co2, train):
 
 WRONG = {
     never: "no call of step() has followed 5 optimizer steps since the last round of CO2",
+    one_step_behind: "no call of step() has followed 1 optimizer step since the last round of CO2",
     tail_alone: "no call of step() has followed 5 optimizer steps since the last round of CO2",
     every_tau_steps: "3 optimizer steps came between two calls of CO2.step(), which counts one, so a round has 6 steps",
     before_the_optimizer: "CO2.step() comes before optimizer.step()",
@@ -98,6 +106,7 @@ WRONG = {
 def test_it_is_warned_of(act: Callable[..., None]):
     found = loop(act)
     assert len([text for text in found if WRONG[act] in text]) == 1, found
+    assert len(found) == 1 or act is not before_the_optimizer, "finish() does not tell it again"
 
 
 def right(model, optimizer, co2, train):

@@ -391,4 +391,4 @@ def test_workers_with_other_shapes_are_told(rank: int):
         model = nn.Linear(*((4, 40) if rank else (40, 4)), bias=False)
         nn.init.zeros_(model.weight)
         text = refusal(make_method, "ddp", model, ddp_compression=compression, timeout=30.0)
-        assert "workers differ: rank 0 has ((4, 40), 'torch.float32'), against ((40, 4), " in text
+        assert "differ: rank 0 has Linear.weight ((4, 40), 'torch.float32'), against Linear.weight ((40, 4), " in text

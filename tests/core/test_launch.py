@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ from tests.ports import listening_at
         ("-m core.errors.x", "-m core.errors.x: there is no such module; "),
         ("-m core.elastic", "-m core.elastic: there is no such module; "),  # a folder without __main__.py
         ("--nproc-per-node two -m this", "--nproc-per-node two: give 1 to 1024, or gpu"),
-        ("--master-port x -m this", "argument --master-port: x: give a whole number: --help lists the options"),
-        ("--max-restarts x -m this", "argument --max-restarts: x: give a whole number: --help lists the options"),
+        ("--master-port x -m this", "argument --master-port: invalid int value: 'x': --help lists the options"),
+        ("--max-restarts x -m this", "argument --max-restarts: invalid int value: 'x': --help lists the options"),
         ("--nnodes 2 -m core.doctor", "--nnodes 2 needs --node-rank and --master-addr: give on each node its number"),
         ("--nnodes 2 --node-rank 0 -m core.doctor", "--nnodes 2 needs --node-rank and --master-addr: "),
         ("--nnodes 2 --master-addr localhost -m core.doctor", "--nnodes 2 needs --node-rank and --master-addr: "),
@@ -69,6 +70,24 @@ def test_torchruns_options_are_checked_alike(monkeypatch: pytest.MonkeyPatch):
             launch.check_args(args)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="give a free one"):
         launch.check_free(taken.getsockname()[1])
+
+
+FIXED = """
+import torch, torch.distributed as dist
+from core import CO2, CO2Config
+dist.init_process_group("gloo")
+CO2([torch.ones(2, requires_grad=True)], CO2Config.paper(2))
+"""
+
+
+def test_a_script_that_is_not_elastic_is_one_line_and_is_not_restarted(tmp_path: Path):
+    (tmp_path / "fixed.py").write_text(FIXED)
+    launch = [sys.executable, "-m", "core.elastic.launch", "--nproc-per-node", "2", "--max-restarts", "2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run([*launch, tmp_path / "fixed.py"], env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: the elastic launcher restarts workers, and this method's workers cannot join again:")
 
 
 def test_an_elastic_worker_without_a_launcher_is_one_line(monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,6 @@
 """save() and load(): a loop of one's own is killed and goes on, bit for bit."""
 
+import atexit
 import os
 import signal
 import time
@@ -224,7 +225,7 @@ def test_another_number_of_workers_goes_on_with_one_line_or_is_refused_in_one(tm
         folder = str(tmp_path / name[:3])
         run_distributed(saved_once, 2, folder, name)
         (line,) = run_distributed(as_before, 1, folder, name)
-        assert line.startswith(told) and "\n" not in line, line
+        assert told in line and "\n" not in line, line
 
 
 def test_what_does_not_fit_is_one_line(tmp_path: Path):
@@ -248,7 +249,8 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path):
     for what, (change, told) in kinds.items():
         loop = Loop(0)
         change(loop)
-        assert told in (said := refusal(loop.load, str(tmp_path))), (what, said)
+        said = refusal(loop.load, str(tmp_path))
+        assert told in said and said.startswith(f"{tmp_path}: "), (what, said)
 
 
 @pytest.mark.parametrize("wrong", [{"step": -1}, {"step": "4"}, {"step": 10**9}, {"step": 4, "keep": 0}])
@@ -379,32 +381,47 @@ def test_an_optimiser_of_more_than_the_model_is_refused(tmp_path: Path):
         loop.save(str(tmp_path))
 
 
-def alone(rank: int, world_size: int, folder: str, how: str) -> tuple[str, float]:
-    """Rank 0 alone calls save(); the others go on into the next collective."""
+CALLS: dict[str, tuple[int, Callable[[Loop, str], Any]]] = {  # local steps before, and the call
+    "save()": (3, lambda loop, folder: loop.save(folder)),
+    "load()": (3, lambda loop, folder: loop.load(folder)),
+    "resync()": (3, lambda loop, folder: loop.co2.resync()),
+    "state_dict()": (3, lambda loop, folder: loop.co2.state_dict()),
+    "averaged_model()": (4, lambda loop, folder: loop.co2.averaged_model().__enter__()),
+    "sync_for_eval()": (4, lambda loop, folder: loop.co2.sync_for_eval()),
+}
+
+
+def on_rank_0(rank: int, world_size: int, call: str, other: str, folder: str) -> str:
+    """What rank 0 is told, which makes the call alone. The other worker goes on to another one."""
+    peers.FIRST_QUESTION = 0.5
     loop = Loop(rank)
-    loop.go(4)
-    began = time.monotonic()
+    loop.co2.close()
+    config = replace(KEEP, tau=4, delay="auto", fragments=2, compression=CompressionConfig())
+    loop.co2 = CO2(loop.model.parameters(), config, average=[torch.zeros(2)])
+    loop.go(CALLS[call][0])
     try:
         if rank == 0:
-            loop.save(folder)
-        elif how == "in a barrier":
+            CALLS[call][1](loop, folder)
+        elif "barrier" in other:
             dist.barrier()
-        else:
+        elif other == "step()":
             loop.go(STEPS)
-            loop.end()
+        loop.end()
     except (UserError, RuntimeError) as error:
-        seconds = time.monotonic() - began
-        loop.co2.leave()  # the others wait for this worker
-        return str(error), seconds
-    return "", 0.0
+        loop.co2.leave()
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize("how", ["in the loop", pytest.param("in a barrier", marks=pytest.mark.slow)])
-def test_saving_on_rank_0_alone_is_one_line_at_once(how: str, tmp_path: Path):
-    (told, seconds), *_ = run_distributed(alone, 3, str(tmp_path), how)
-    assert told.startswith("rank 1") and "\n" not in told
-    assert told.endswith(" went on without save(): every worker must call save(), at the same step")
-    assert seconds < 10 and not [*tmp_path.iterdir()]
+ELSEWHERE = [*zip(CALLS, ["step()", "finish()"] * 3, strict=True), ("averaged_model()", "finish()")]
+
+
+@pytest.mark.parametrize(("call", "other"), [*ELSEWHERE, ("save()", "torch.distributed.barrier()")])
+def test_a_call_on_rank_0_alone_is_one_line_that_names_both_calls(call: str, other: str, tmp_path: Path):
+    told, _ = run_distributed(on_rank_0, 2, call, other, str(tmp_path), expect_death=(1,))
+    where = f" (in {other})" * (f"(in {other})" in told or other != "step()")  # it may be between two steps
+    assert told == f"rank 1{where} went on without {call}: every worker must call {call}, at the same step"
+    assert not [*tmp_path.iterdir()]
 
 
 @on_ranks(2)
@@ -420,13 +437,29 @@ def test_workers_at_other_places_are_refused_at_once(rank: int, tmp_path: Path):
 
 
 @on_ranks(2)
-def test_loading_on_rank_0_alone_is_one_line(rank: int, tmp_path: Path):
-    loop = Loop(rank)
-    with pytest.raises((UserError, RuntimeError)) as told:
-        load(tmp_path, *loop.state()) if rank == 0 else loop.go(STEPS)
+def test_workers_in_two_calls_are_both_told_which(rank: int, tmp_path: Path):
+    loop = Loop(rank, "as recommended")
+    with pytest.raises(UserError) as told:
+        loop.save(str(tmp_path)) if rank else loop.co2.resync()
+    calls = ["rank 0 calls resync() where rank 1 calls save()", "rank 1 calls save() where rank 0 calls resync()"]
+    assert str(told.value) in [f"{each}: every worker must make the same calls" for each in calls]
     loop.co2.leave()
-    said = "rank 1 went on without load(): every worker must call load(), at the same step"
-    assert rank or str(told.value) == said
+
+
+def one_finishes(rank: int, world_size: int) -> str:
+    loop = Loop(rank)
+    loop.go(4)
+    if rank == 1:
+        atexit._run_exitfuncs()  # what Python calls at the end
+        os._exit(0)
+    with pytest.raises(CollectiveError) as told:
+        loop.end()
+    return str(told.value)
+
+
+def test_finish_on_rank_0_alone_names_the_worker_that_ended_without_it():
+    told = run_distributed(one_finishes, 2, expect_death=(1,))[0]
+    assert "failed; rank 1 has ended without finish(), which every worker must call (before" in told
 
 
 def test_a_scheduler_that_is_not_saved_is_told(tmp_path: Path):

@@ -76,7 +76,7 @@ def test_help_lists_what_is_needed_first_and_help_all_lists_the_rest(
     assert len(first) < 60 and first < all_options
     assert {"--method", "--co2.tau", "--optim.lr", "--out", "--resume"} <= first
     assert {"--co2.compression.lgreco.rule", "--slowmo.outer_lr", "--optim.betas", "--tf32"} <= all_options - first
-    option = ["--co2.tau_max", "7"]  # an option that --help leaves out
+    option = ["--co2.tau", "auto", "--co2.tau_max", "7"]  # an option that --help leaves out
     assert parse(recipes, [next(iter(recipes)), *option]).co2.tau_max == 7
 
 
@@ -159,6 +159,7 @@ def test_a_dry_run_in_one_process_leaves_the_number_of_workers_open(capsys: pyte
         (["--overlap_local.pull", "0.1", "--method", "ddp"], "overlap_local.pull=0.1 is method overlap_local's own"),
         (["--co2.clip", "0.1", "--method", "local"], "co2.clip=0.1 is method co2's own, method 'local' does not have"),
         (["--co2.tau_max", "5", "--method", "local"], "co2.tau_max=5 is method co2's own"),
+        (["--co2.tau_max", "5", "--co2.tau", "3"], "co2.tau_max=5 limits only tau auto, and co2.tau is 3: leave"),
         (["--zero", "-1"], "invalid choice"),
         *(([f"--out={out}"], "out='' is the folder that you are in: name one") for out in ("", ".")),
         (["--epoch", "3"], "Unrecognized options: --epoch, 3; did you mean --epochs"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ import torch.distributed as dist
 
 from bench.cluster import hold_port
 from core import UserError, testing
+from core.errors import first_to_say, warn
 from core.guards.inputs import check_env
 from tests.on_ranks import on_ranks
 from tests.runs import logged, summary
 from tests.scripts import fork_script
 from training.loop.run import Run
 from training.recipe import Recipe, parse
-from training.start import script as scripts
 from training.start.script import SIGNALS, StopSignal, launch
 from training.start.workers import _not_met, join, refuse
 
@@ -273,8 +274,10 @@ def test_workers_of_one_launcher_say_a_line_once(tmp_path: Path, monkeypatch: py
     said = []
     for rank, text in ((0, "a"), (1, "a"), (1, "b")):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
-        said.append(scripts._first_to_say(text))
+        said.append(first_to_say(text))
     assert said == [True, False, True]
+    with warnings.catch_warnings(action="error"):
+        warn("a")
 
 
 def test_a_second_signal_ends_the_run_at_once_and_signals_are_their_own_again_after_it(monkeypatch: pytest.MonkeyPatch):

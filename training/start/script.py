@@ -6,7 +6,6 @@ output ends no run.
 import contextlib
 import errno
 import functools
-import hashlib
 import io
 import json
 import os
@@ -21,7 +20,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from core import UserError
-from core.errors import CollectiveError, DivergedError
+from core.errors import CollectiveError, DivergedError, first_to_say
 from training.start.workers import rank, refuse, world_size
 
 T = TypeVar("T")
@@ -142,26 +141,11 @@ def _fail(reason: str, status: int = 2) -> None:
         with contextlib.suppress(OSError, ValueError):  # no launcher made that folder
             Path(path).write_text(json.dumps({"message": {"message": f"error: {reason}", "extraInfo": more}}))
     said = path and "CO2_LAUNCH" in os.environ  # training.launch prints it at its end
-    if (not said or status != 2) and _first_to_say(reason):
+    if (not said or status != 2) and first_to_say(reason):
         print(f"error: {reason}", file=sys.stderr, flush=True)
     refuse(reason)
     sys.stderr.flush()
     os._exit(status)  # not sys.exit: peers may be waiting in a collective that will never complete
-
-
-def _first_to_say(text: str) -> bool:
-    """Returns whether no other worker of this torchrun has printed this line. Marks are files in its error folder."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return True
-    parent = Path(f"/proc/{os.getppid()}")
-    started = parent.stat().st_mtime_ns if parent.exists() else 0  # distinguishes two processes with the same number
-    launch = f"{os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()} {started}"
-    mark = hashlib.sha256(f"{launch}\n{text}".encode(errors="replace")).hexdigest()[:24]
-    try:
-        os.close(os.open(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / mark, os.O_CREAT | os.O_EXCL))
-    except (KeyError, OSError) as error:
-        return not isinstance(error, FileExistsError)
-    return True
 
 
 class Output:
