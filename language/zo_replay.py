@@ -82,7 +82,7 @@ def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path
     tokenizer = pretrained.open_tokenizer(model, tuned)
     if tuned_digest(tuned) != made["before"]:
         raise UserError(f"{model} is not the model that {run} was tuned from: give that one")
-    ZerothOrder(tuned, replace(recipe.zeroth, pairs=False), lr=0.0).replay(log)
+    ZerothOrder(tuned, recipe.zeroth, lr=0.0).replay(log)
     if tuned_digest(tuned) != made["after"]:
         raise UserError(f"{run}: its scalars do not lead to the model that it names: copy the folder again")
     pretrained.write_model(tuned, tokenizer, out)

@@ -58,39 +58,27 @@ class ZerothConfig:
     """Distance along z at which the loss is measured. The default is MeZO's."""
     seed: int = 0
     """Seed of z, which depends only on (seed, step, tensor, position in the tensor)."""
-    pairs: bool | None = None
-    """Ranks 2 i and 2 i + 1 use the same data, one at W + eps z, one at W - eps z. Without pairs every worker measures
-    both. None: pairs if the number of workers is even."""
 
     def __post_init__(self) -> None:
         require(self, is_number(self.eps) and 0 < self.eps < math.inf, "eps", "give a number above 0, such as 1e-3")
         seeds = type(self.seed) is int and 0 <= self.seed < 1 << 63
         require(self, seeds, "seed", "give a whole number from 0 to 2^63 - 1")
-        require(self, self.pairs in (None, True, False), "pairs", "give True, False or None")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The part of a step that worker `rank` measures, on a mesh [data groups, 2 if `pairs` else 1]."""
+    """The part of a step that worker `rank` of `workers` measures."""
 
     rank: int
     workers: int
-    pairs: bool
 
-    @classmethod
-    def make(cls, rank: int, workers: int, config: ZerothConfig) -> Place:
-        """The place of a worker.
+    @property
+    def pairs(self) -> bool:
+        """Whether ranks 2 i and 2 i + 1 use the same data, one at W + eps z and one at W - eps z.
 
-        Raises:
-            UserError: If the workers must form pairs, and their number is odd.
+        An odd number of workers forms no pairs, so each measures both.
         """
-        pairs = workers % 2 == 0 if config.pairs is None else config.pairs
-        if pairs and workers % 2:
-            raise UserError(
-                f"pairs=True with {workers} worker{'s' * (workers > 1)}: a pair is two, start an even number of them, "
-                "or leave pairs out"
-            )
-        return cls(rank, workers, pairs)
+        return self.workers % 2 == 0
 
     @property
     def data_workers(self) -> int:
@@ -121,7 +109,7 @@ class Place:
         """
         sums, samples = [0.0, 0.0], [0.0, 0.0]
         for rank, (*losses, count) in enumerate(row[:NUMBERS] for row in rows):
-            for side in ((1 - sign) // 2 for sign in Place(rank, self.workers, self.pairs).signs):
+            for side in ((1 - sign) // 2 for sign in Place(rank, self.workers).signs):
                 sums[side] += losses[side]
                 samples[side] += count
         for plus in range(0, self.workers, 2) if self.pairs else ():
@@ -471,7 +459,7 @@ class ZerothOrder(Loop):
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
         self._timeout, self._link, self._requests = timeout, link, requests or Requests()
         rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.place = Place.make(rank, workers, self.config)
+        self.place = Place(rank, workers)
         self.group: dist.ProcessGroup | None = None
         if workers > 1:  # a gloo group only for scalars, whose members can find a failed worker
             self.group = new_group(None, timeout, torch.device("cpu"), backend="gloo")
@@ -584,7 +572,7 @@ class ZerothOrder(Loop):
     def state_dict(self) -> dict[str, Any]:
         """The state without the model's weights, equal on all workers. Save the weights at the same time."""
         return {
-            "config": self._lasting(),
+            "config": asdict(self.config),
             "pending": [tuple(update) for update in self._forward.pending],
             "log": self.log.state_dict(),
         }
@@ -595,16 +583,12 @@ class ZerothOrder(Loop):
         Raises:
             UserError: If the checkpoint has other settings.
         """
-        here = self._lasting()
+        here = asdict(self.config)
         if changed := [f"{k}={v!r}, here {here.get(k)!r}" for k, v in state["config"].items() if here.get(k) != v]:
             raise UserError(f"the checkpoint has {', '.join(changed)}: resume with its settings")
         self.log = ScalarLog.from_state(state["log"])
         for update in state["pending"]:
             self._forward.apply(Update(*update))
-
-    def _lasting(self) -> dict[str, Any]:
-        """The settings that a resumed run must share. pairs may change."""
-        return asdict(self.config) | {"pairs": None}
 
     @torch.no_grad()
     def replay(self, log: ScalarLog) -> None:
