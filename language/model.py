@@ -93,28 +93,19 @@ def is_causal(name: ModelName) -> bool:
     return name not in ROBERTA_SIZES
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Returns two parameter groups. Weight decay is on matrices that multiply, not on biases, norms and embeddings.
 
     timm's rule and transformers' Trainer also decay embeddings.
     """
-    modules = list(model.modules())
-    embedded = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
-    matrices = {id(m.weight) for m in modules if isinstance(m, nn.Linear | Conv1D)} - embedded
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [
-        dict(params=[p for p in trained if id(p) in matrices], weight_decay=weight_decay),
-        dict(params=[p for p in trained if id(p) not in matrices], weight_decay=0.0),
-    ]
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | Conv1D)} - embedded
+    return optim.decay_groups(model, config, usual=lambda _, p: id(p) in matrices)
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Returns training.optim.make_optimizer's optimizer, with `decay_groups` if the recipe does not say what decays.
-
-    Muon gets the matrices of the blocks.
-    """
-    named = config.undecayed is not None
-    groups = optim.decay_groups(model, config) if named else decay_groups(model, config.weight_decay)
+    """Returns training.optim.make_optimizer's optimizer of `decay_groups`. Muon gets the matrices of the blocks."""
+    groups = decay_groups(model, config)
     if config.name == "muon":
         inside = {id(p) for p in blocks_of(model).parameters() if p.ndim == 2}
         groups = [

@@ -167,13 +167,20 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Returns the trainable parameters in two groups, with and without weight decay. undecayed=None is timm's rule."""
+def decay_groups(
+    model: nn.Module, config: OptimConfig, usual: Callable[[str, Tensor], bool] | None = None
+) -> list[dict[str, Any]]:
+    """Returns the trainable parameters in two groups, with and without weight decay.
+
+    `usual` says whether a parameter decays if undecayed is None. The default is timm's rule.
+    """
     spared = getattr(model, "no_weight_decay", set)()
 
     def decays(name: str, p: Tensor) -> bool:
         if config.undecayed is not None:
             return not any(part in name for part in config.undecayed)
+        if usual is not None:
+            return usual(name, p)
         return p.ndim >= 2 and not any(fnmatch(name, pattern) for pattern in spared)
 
     trainable = [(p, decays(name, p)) for name, p in model.named_parameters() if p.requires_grad]

@@ -22,7 +22,6 @@ import contextlib
 import hashlib
 import json
 import math
-import struct
 import time
 import warnings
 from array import array
@@ -33,6 +32,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from core.buckets import is_dtensor
@@ -160,9 +161,6 @@ def exchange(
 # -- the log, from which a run's weights follow -----------------------------------------------------------------------
 
 
-_FORMAT = "co2 zeroth-order scalars 2"
-
-
 class Update(NamedTuple):
     """W <- W - lr g z, with the z of that step.
 
@@ -223,10 +221,10 @@ class ScalarLog:
         return self.updates(len(known))
 
     def save(self, path: str | Path) -> None:
-        """Writes a line of JSON, then the numbers in little-endian float64."""
-        header = {"format": _FORMAT, "steps": len(self), **self.state_dict()}
-        numbers = header.pop("g")
-        Path(path).write_bytes(json.dumps(header).encode() + b"\n" + struct.pack(f"<{len(numbers)}d", *numbers))
+        """Writes g as a float64 tensor of a safetensors file, whose metadata have all else."""
+        rest = self.state_dict()
+        g = torch.tensor(rest.pop("g"), dtype=torch.float64)
+        Path(path).write_bytes(serialize({"g": g}, {"rest": json.dumps(rest)}))
 
     @classmethod
     def load(cls, path: str | Path) -> ScalarLog:
@@ -235,17 +233,13 @@ class ScalarLog:
         Raises:
             UserError: If it is another file, or is cut short.
         """
-        line, _, numbers = Path(path).read_bytes().partition(b"\n")
         try:
-            header = json.loads(line)
-            known = header["format"] == _FORMAT and len(numbers) == 8 * header["steps"]
-            log = cls.from_state(header | {"g": []})
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            known, log = False, cls(0)
-        if not known:
-            raise UserError(f"{path} is no whole list of a zeroth-order run's scalars: give a file of ScalarLog.save")
-        log.g.extend(struct.unpack(f"<{len(numbers) // 8}d", numbers))
-        return log
+            with safe_open(path, "pt") as file:
+                return cls.from_state(json.loads(file.metadata()["rest"]) | {"g": file.get_tensor("g").tolist()})
+        except Exception:  # the library raises an error of its own
+            raise UserError(
+                f"{path} is no whole list of a zeroth-order run's scalars: give a file of ScalarLog.save"
+            ) from None
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "lrs": self.lrs, "g": list(self.g)}

@@ -129,7 +129,7 @@ def read_recipe(folder: Path, kind: type[R]) -> R:
             raise UserError(f"{made}, a setting that {task} does not have: use its own task's command")
         raise UserError(f"{made}, a setting that is gone: check out {wrote} to read it")
     try:
-        return _rebuilt(kind(), stored)
+        return rebuilt(kind(), stored)
     except UserError as error:
         raise UserError(
             f"{folder / 'config.json'}: this version refuses its settings ({error}): check out {wrote} to read it, "
@@ -139,15 +139,15 @@ def read_recipe(folder: Path, kind: type[R]) -> R:
         raise UserError(f"{folder / 'config.json'} is damaged ({error}): restore it") from None
 
 
-def _rebuilt(default: Any, stored: Any) -> Any:
-    """Returns `default` with the stored values. JSON has no paths and no tuples."""
+def rebuilt(default: Any, stored: Any) -> Any:
+    """Returns the dataclass `default` with values that were stored as JSON, which has no paths and no tuples."""
     if not isinstance(stored, dict):
         raise TypeError(f"{stored!r:.60} in place of settings")
     hints, changes = typing.get_type_hints(type(default)), dict[str, Any]()
     for name in {f.name for f in dataclasses.fields(default)} & stored.keys():
         value, before = stored[name], getattr(default, name)
         if dataclasses.is_dataclass(before):
-            value = _rebuilt(before, value)
+            value = rebuilt(before, value)
         elif isinstance(value, list):
             value = tuple(value)
         elif isinstance(value, str) and Path in (hints[name], *typing.get_args(hints[name])):
