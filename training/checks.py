@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -31,38 +30,14 @@ RESERVE = 1.5 * GIB
 COPIES = {"ddp": 0, "local": 1, "slowmo": 3, "overlap_local": 3, "co2": 3, "diloco": 3, "zo": 1}
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on each GPU, by use.
-
-    Attributes:
-        parameters: The model's parameters, and their running average.
-        gradients: Their gradients.
-        optimizer: State of the inner optimizer.
-        method: State of the method.
-        buckets: DDP's copy of the gradients.
-        gathered: Whole parameters and gradients that FSDP2 holds at once.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    method: float
-    buckets: float
-    gathered: float
-
-    @property
-    def total(self) -> float:
-        """All bytes with RESERVE."""
-        return sum(vars(self).values()) + RESERVE
-
-
 def size_of(params: Iterable[Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in params)
 
 
-def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> Memory:
-    """Returns the memory of one of `world_size` workers.
+def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> dict[str, float]:
+    """Returns the bytes of each part of the memory of one of `world_size` workers.
+
+    parameters includes their running average, method is the method's state, and buckets is DDP's copy of the gradients.
 
     Args:
         recipe: The run's recipe.
@@ -74,14 +49,15 @@ def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> Memory:
     parts = node if recipe.zero >= 2 else 1
     zeroth_order = recipe.method == "zo"
     synchronizes = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
-    return Memory(
-        parameters=streamed(model) if zeroth_order and recipe.offload else size / parts * (1 + bool(recipe.ema)),
-        gradients=0.0 if zeroth_order else trained / parts,
-        optimizer=moments(recipe) * trained / (node if recipe.zero else 1),
-        method=held(recipe, model, node, world_size),
-        buckets=trained if synchronizes and not zeroth_order else 0.0,
-        gathered=gathered(recipe, model),
-    )
+    return {
+        "parameters": streamed(model) if zeroth_order and recipe.offload else size / parts * (1 + bool(recipe.ema)),
+        "gradients": 0.0 if zeroth_order else trained / parts,
+        "optimizer": moments(recipe) * trained / (node if recipe.zero else 1),
+        "method": held(recipe, model, node, world_size),
+        "buckets": trained if synchronizes and not zeroth_order else 0.0,
+        "gathered": gathered(recipe, model),
+        "reserve": RESERVE,
+    }
 
 
 def moments(recipe: Recipe) -> int:
@@ -192,16 +168,16 @@ def checkpoint_bytes(recipe: Recipe, trained: float, workers: int, node: int) ->
     return trained * (apart * (moments(recipe) + keeps) + shared)
 
 
-def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
+def lines(memory: dict[str, float], recipe: Recipe) -> Iterator[str]:
     """Yields a line with the bytes of each part, and a warning if they exceed recipe.gpu_gb."""
-    gb = {name: f"{value / GIB:.1f}" for name, value in vars(memory).items()}
-    more = "".join(f", {what} {gb[what]}" for what in ("buckets", "gathered") if getattr(memory, what))
+    total = sum(memory.values())
+    gb = {name: f"{value / GIB:.1f}" for name, value in memory.items()}
+    more = "".join(f", {what} {gb[what]}" for what in ("buckets", "gathered") if memory[what])
     yield (
-        f"{memory.total / GIB:.1f} GiB a GPU and activations: parameters {gb['parameters']}, gradients "
-        f"{gb['gradients']}, optimizer {gb['optimizer']}, {recipe.method} {gb['method']}{more}, "
-        f"{RESERVE / GIB:.1f} for CUDA"
+        f"{total / GIB:.1f} GiB a GPU and activations: parameters {gb['parameters']}, gradients {gb['gradients']}, "
+        f"optimizer {gb['optimizer']}, {recipe.method} {gb['method']}{more}, {gb['reserve']} for CUDA"
     )
-    if recipe.gpu_gb is not None and memory.total > recipe.gpu_gb * GIB:
+    if recipe.gpu_gb is not None and total > recipe.gpu_gb * GIB:
         yield (
             f"warning: gpu_gb={recipe.gpu_gb:g} is less: a higher --zero needs less, as do --accumulate, --recompute, "
             "--shard of co2, --offload of co2 and zo, compression.format float32, and of co2 merge restart"
