@@ -415,24 +415,6 @@ WORD = 4  # bytes of a parameter, a gradient, and each of the optimizer's two mo
 
 
 @dataclass(frozen=True)
-class Software:
-    """This project with torch, by default under autocast in 16 bits.
-
-    Attributes:
-        value: Bytes of a value in matrix products.
-        gloo: Whether FSDP2 does not communicate during computation, and a reduce-scatter is an all-reduce.
-        reserve: Bytes that no part counts.
-    """
-
-    value: float = 2
-    gloo: bool = False
-    reserve: float = 1.5 * (1 << 30)  # training/checks.py
-
-
-FLOAT32 = Software(value=4, gloo=True, reserve=0.0)  # on CPUs
-
-
-@dataclass(frozen=True)
 class Layouts:
     """One layout, or an array of layouts in each field.
 
@@ -478,13 +460,25 @@ AXES = tuple(field.name for field in dataclasses.fields(Layouts))
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a cluster, a program and layouts. `batch` is the samples of a step over all replicas."""
+    """A model, a cluster and layouts. `batch` is the samples of a step over all replicas.
+
+    GPUs train under autocast in 16 bits over NCCL. CPUs train in float32 over gloo, where FSDP2 does not communicate
+    during computation, and a reduce-scatter is an all-reduce.
+    """
 
     model: Model
     cluster: Cluster
-    software: Software
     batch: int
     layout: Layouts
+
+    @property
+    def gpu(self) -> bool:
+        return self.cluster.device.gpu
+
+    @property
+    def value(self) -> int:
+        """Bytes of a value in matrix products."""
+        return 2 if self.gpu else 4
 
     @cached_property
     def micro_batches(self) -> Numbers:
@@ -521,7 +515,7 @@ class Case:
     @cached_property
     def kept(self) -> Numbers:
         """`b s (4 h size + masks + 12 h size / t)`: bytes that a layer moves, as [K eq. 2] counts them"""
-        m, x, size = self.model, self.layout, self.software.value
+        m, x, size = self.model, self.layout, self.value
         outside = m.kept_whole * size + m.masks
         return x.micro * m.context * (outside + m.kept_cut * size / x.tp)
 
@@ -538,7 +532,7 @@ class Case:
     @cached_property
     def of_block(self) -> tuple[Numbers, Numbers]:
         """`b s (whole + cut / t)`: bytes that a block keeps, and that its backward pass adds at its peak [O]"""
-        sizes = self.model.in_block(self.software.value)
+        sizes = self.model.in_block(self.value)
         kept, more = (self.tokens * (whole + cut / self.layout.tp) for whole, cut in sizes)
         return kept, more
 

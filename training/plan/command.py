@@ -14,14 +14,12 @@ from training.data.files import paths_from_home
 from training.layout import Layout
 from training.plan import methods, time
 from training.plan.case import (
-    FLOAT32,
     FORMATS,
     MERGES,
     RECOMPUTE,
     Case,
     Layouts,
     Numbers,
-    Software,
     from_doctor,
     preset,
     preset_model,
@@ -174,9 +172,8 @@ def case(options: Options) -> Case:
     for name, rate in (("nodes", cluster.across), ("per_node", cluster.inside)):
         if (number := getattr(cluster, name)) > 1 and rate == math.inf:
             raise UserError(f"{name}={number}: {options.cluster} knows no such link: run core.doctor on as many")
-    software = Software() if cluster.device.gpu else FLOAT32
     model = preset_model(options.model, options.context)
-    return Case(model, cluster, software, options.batch, Layouts(1, 1, 1, 1, 1))
+    return Case(model, cluster, options.batch, Layouts(1, 1, 1, 1, 1))
 
 
 def overrides(c: Case, text: str) -> list[str]:
@@ -193,7 +190,7 @@ def overrides(c: Case, text: str) -> list[str]:
         found += ["--co2.delay", "auto", "--co2.gap", "none"] if merge != "restart" else []
     found += ["--offload"] if x.offload else []
     found += ["--recompute"] if x.recompute else []
-    found += ["--precision", "bfloat16"] if c.software.value == 2 else []
+    found += ["--precision", "bfloat16"] if c.gpu else []
     return [str(word) for word in (*found, "--batch_size", c.batch, "--context", c.model.context)]
 
 
