@@ -118,17 +118,6 @@ class Model:
         lambda m: 3 * (m.layers * (m.linear_flops + m.attention_flops) + m.head_flops),
     )
 
-    # Values that a layer keeps per token for its backward pass.
-    kept_whole = formula(
-        "4 h values: the inputs of two norms, of attention and of the MLP, which TP does not cut [K eq. 2]",
-        lambda m: 4 * m.width,
-    )
-    kept_cut = formula(
-        "12 h for GPT [K eq. 2]: q, k, v, attention's result, GELU's input and result; gated: 4 f for 2 f [O]",
-        lambda m: 2 * m.width + 2 * m.kv_width + (4 if m.gated else 2) * m.inner,
-    )
-    masks = formula("2 h bytes of dropout's masks [K eq. 2]", lambda m: 0 if m.gated else 2 * m.width)
-
     def in_block(self, size: float) -> tuple[tuple[float, float], tuple[float, float]]:
         """Bytes per token, as (whole, cut by TP), that a block of transformers keeps, and adds in its backward [O].
 
@@ -152,8 +141,7 @@ def preset_model(name: str, context: int | None) -> Model:
     """A model of presets.toml, or from a folder with Hugging Face's config.json."""
     if Path(name).is_dir() or "/" in name:
         return from_config(from_home(name), context)
-    family, layers, width, heads, inner, vocabulary, length = of_preset("models", name)
-    activation = presets()["activations"].get(name, NAMES[family][-1] if family == "llama" else "gelu_pytorch_tanh")
+    family, layers, width, heads, inner, vocabulary, length, activation = of_preset("models", name)
     sizes = layers, width, heads, vocabulary, context or length, inner, heads
     return Model(name, family, *sizes, tied=family == "gpt2", activation=activation)
 
@@ -514,10 +502,15 @@ class Case:
 
     @cached_property
     def kept(self) -> Numbers:
-        """`b s (4 h size + masks + 12 h size / t)`: bytes that a layer moves, as [K eq. 2] counts them"""
+        """`b s (4 h size + masks + 12 h size / t)`: bytes that a layer moves, as [K eq. 2] counts them
+
+        4 h are the inputs of two norms, of attention and of the MLP. The masks are dropout's, of 2 h bytes. 12 h are q,
+        k, v, attention's result, and GELU's input and result, which are 2 f. A gated MLP has 4 f in their place [O].
+        """
         m, x, size = self.model, self.layout, self.value
-        outside = m.kept_whole * size + m.masks
-        return x.micro * m.context * (outside + m.kept_cut * size / x.tp)
+        whole = 4 * m.width * size + (0 if m.gated else 2 * m.width)
+        cut = 2 * m.width + 2 * m.kv_width + (4 if m.gated else 2) * m.inner
+        return x.micro * m.context * (whole + cut * size / x.tp)
 
     @property
     def tokens(self) -> Numbers:
