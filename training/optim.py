@@ -82,11 +82,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Returns the optimizer of the trainable parameters.
 
-    Args:
-        model: The model.
-        config: The optimizer's settings.
-        groups: Parameter groups in torch's form. "muon": True marks groups for Muon. The default is two groups, with
-            and without weight decay.
+    `groups` are parameter groups in torch's form, where "muon": True marks groups for Muon. The default is two groups,
+    with and without weight decay.
     """
     if config.layer_decay is not None:
         groups = layer_groups(model, config)

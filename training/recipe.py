@@ -214,9 +214,7 @@ class Recipe(OfMethods):
     def interval(self, name: str, epoch: int) -> tuple[int, float]:
         """Returns the steps and the minutes of eval_every or checkpoint_every, one of which is 0.
 
-        Args:
-            name: Name of the option.
-            epoch: Steps of an epoch.
+        An epoch has `epoch` steps.
         """
         value = getattr(self, name)
         found = re.fullmatch(r"(-?[\d.]+(?:e[+-]?\d+)?)(epochs|steps|minutes|)", str(value))

@@ -27,16 +27,8 @@ def train_keys(
 ) -> Iterator[tuple[tuple[int, ...], list[Key]]]:
     """Yields this worker's batches from step `start` to `total`, across epochs: (the batch's key, its samples' keys).
 
-    A batch's key is (seed, epoch, number in the epoch, rank).
-
-    Args:
-        recipe: Has the seed and the global batch_size.
-        samples: Number of training samples.
-        rank: This worker's rank.
-        world_size: Number of workers.
-        start: First step.
-        total: Steps of the run.
-        repeats: See epoch_batches. A copy's index is the sample's index plus a multiple of `samples`.
+    A batch's key is (seed, epoch, number in the epoch, rank). The recipe has the seed and the global batch_size. With
+    `repeats` (see epoch_batches), a copy's index is the sample's index plus a multiple of `samples`.
     """
     of = dict(seed=recipe.seed, rank=rank, world_size=world_size, repeats=repeats)
     steps, batches = steps_per_epoch(samples, recipe.batch_size), torch.empty(0)
@@ -99,15 +91,8 @@ def epoch_batches(
     One shuffle of all n samples is cut into global batches, and each batch into world_size shares. So any number of
     workers sees the same samples in the same order. An incomplete last batch is left out.
 
-    Args:
-        n: Number of samples.
-        batch_size: Global batch size.
-        seed: The run's seed.
-        epoch: Number of the epoch.
-        rank: This worker's rank.
-        world_size: Number of workers.
-        repeats: Above 1, repeated augmentation (Berman et al., arXiv 1902.05509) as in DeiT. An epoch then has
-            n / repeats samples, whose copies i, i + n, i + 2 n, ... go to different workers.
+    With `repeats` above 1 it is repeated augmentation (Berman et al., arXiv 1902.05509) as in DeiT. An epoch then has
+    n / repeats samples, whose copies i, i + n, i + 2 n, ... go to different workers.
     """
     share, steps = per_worker(batch_size, world_size), steps_per_epoch(n, batch_size)
     order = torch.randperm(n, generator=generator(seed, epoch))

@@ -46,11 +46,6 @@ UNITS = {
 class RunFolder:
     """The run folder. Rank 0 writes config.json, metrics.jsonl, TensorBoard's events and summary.json.
 
-    Args:
-        path: The folder.
-        rank: This worker's rank. Only rank 0 writes.
-        clock: Measures the seconds of training.
-
     Attributes:
         attempt: The name of this start, see core/checkpoint/runs.py. The workers of one start share it.
         extends: Whether the length of the run may change when it resumes.
@@ -94,11 +89,7 @@ class RunFolder:
     def lead(self, recipe: Recipe, world_size: int, device: torch.device, *, goes_on: bool) -> None:
         """Makes this elastic worker write the folder from now on.
 
-        Args:
-            recipe: The run's recipe.
-            world_size: Number of workers.
-            device: This worker's device.
-            goes_on: Whether it replaces a lost worker, which may still hold the lock.
+        If it `goes_on`, it replaces a lost worker, which may still hold the lock.
         """
         self.writes = True
         self.attempt = new_attempt(self.checkpoints)
@@ -139,12 +130,9 @@ class RunFolder:
         return measured or any(self.checkpoints.glob("step*"))
 
     def begin(self, step: int, total: int, before: int | None = None) -> None:
-        """Continues after `step`: removes later lines of the log, and the summary.
+        """Continues after `step` of `total` steps: removes later lines of the log, and the summary.
 
-        Args:
-            step: Number of steps taken.
-            total: Number of steps of the run.
-            before: The total that the checkpoint holds, if there is one.
+        `before` is the total that the checkpoint holds, if there is one.
 
         Raises:
             UserError: If `total` is less than `step`, or another one than before.
@@ -183,10 +171,7 @@ class RunFolder:
     def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
         """Writes one line of metrics.jsonl, with null for numbers that are not finite, and scalars to the trackers.
 
-        Args:
-            step: Number of the step.
-            scalars: Values by name.
-            of_model: `shared` or `own`, for an evaluation.
+        For an evaluation, of_model is `shared` or `own`.
         """
         if not self.writes:
             return

@@ -44,9 +44,6 @@ class Run(Progress):
     Call shard, shard_optimizer, make_method and begin before the loop. Call after_step after every step. It returns
     whether an evaluation, a checkpoint (save) or a stop (stop) is due. Call end after the loop.
 
-    Args:
-        recipe: The run's recipe.
-
     Attributes:
         mesh: [nodes, workers per node] if the workers of a node synchronize every step, else None.
     """
@@ -130,14 +127,8 @@ class Run(Progress):
     ) -> int:
         """Resumes if the recipe says so, and starts the clock and the progress bar.
 
-        Args:
-            model: The model.
-            optimizer: Its inner optimizer.
-            schedule: The learning-rate schedule.
-            method: The training method.
-            epoch: Optimizer steps of an epoch.
-            total: Optimizer steps of the whole run.
-            samples: Size of the training set, which elastic runs share out anew.
+        An epoch has `epoch` of the run's `total` optimizer steps. Elastic runs share out the training set's `samples`
+        anew.
 
         Returns:
             The number of steps taken so far.
@@ -193,9 +184,7 @@ class Run(Progress):
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]]) -> Iterator[T]:
         """Yields this worker's training batches.
 
-        Args:
-            make: Returns the batches of a run with a fixed set of workers, from (recipe, rank, world_size, first step,
-                last step).
+        `make` returns those of fixed workers, from (recipe, rank, world_size, first step, last step).
         """
         yield from self._workers.batches(make, self.step, self.total)
 

@@ -275,22 +275,15 @@ class Cluster:
     def allreduce(self, size: Numbers, ranks: Numbers, stride: Numbers) -> Numbers:
         """`min(2 (n-1)/n S/B + 2 (n-1) A, 2 S/B + 2 ceil(log2 n) A)` seconds: a ring [P], or two trees [T].
 
-        Args:
-            size: Bytes S.
-            ranks: The number of ranks n.
-            stride: Their distance in devices.
+        S bytes travel among n ranks, which are `stride` devices apart.
         """
         return collective(size / self.rate(ranks, stride), ranks, self.hop(ranks, stride))
 
 
 def collective(seconds: Numbers, ranks: Numbers, hop: Numbers, *, trees: bool = True) -> Numbers:
-    """The formula of Cluster.allreduce.
+    """The formula of Cluster.allreduce, from the seconds S/B of the bytes over one link, and A of a hop.
 
-    Args:
-        seconds: Seconds of the bytes over one link.
-        ranks: The number of ranks.
-        hop: Seconds of a hop.
-        trees: Whether trees are available, as in NCCL.
+    Trees are available in NCCL.
     """
     n = np.maximum(ranks, 1)
     found = 2 * (n - 1) / n * seconds + 2 * (n - 1) * hop
@@ -317,11 +310,7 @@ def preset(name: str, *, probe: bool = False) -> Cluster:
 
 
 def from_doctor(file: Path, *, probe: bool) -> Cluster:
-    """The cluster of a report by core.doctor (docs/clusters.md).
-
-    Args:
-        file: The report.
-        probe: Whether to measure this machine's device, instead of looking it up by name.
+    """The cluster of a report by core.doctor (docs/clusters.md). Without `probe`, its device is looked up by name.
 
     Raises:
         UserError: If the report is invalid, or the device is unknown.
@@ -373,11 +362,7 @@ def known(name: str) -> Device:
 def probed(name: str, ranks: int = 1) -> Device:
     """Measures this machine: products, in float32 on a CPU and bfloat16 on a GPU, and a copy.
 
-    Programs reach the measured rate, so top is 1. We assume the A100's passes.
-
-    Args:
-        name: The device's name.
-        ranks: The number of ranks that share the device.
+    Programs reach the measured rate, so top is 1. We assume the A100's passes. `ranks` share the device.
     """
     gpu = torch.cuda.is_available()
     where, dtype = (torch.device("cuda"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)

@@ -100,13 +100,7 @@ def splits(c: Case) -> Iterator[tuple[int, int, int, int]]:
 
 
 def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None) -> Layouts:
-    """All layouts of a split.
-
-    Args:
-        c: The model, the cluster and the batch.
-        split: (t, p, d, I).
-        only: Keeps the chunks, micro-batches and ZeRO stage of this name.
-    """
+    """All layouts of a split (t, p, d, I). `only` keeps the chunks, micro-batches and ZeRO stage of a name."""
     tp, pp, dp, islands = split
     share = c.batch // (dp * islands)
     micros = [b for b in divisors(share) if b <= LARGEST_MICRO]
@@ -196,11 +190,7 @@ class Plan:
 
 
 def plan(case: Case, only: Layout | None = None) -> Plan:
-    """Searches all layouts that use all nodes.
-
-    Args:
-        case: The model, the cluster and the batch. Its layouts are ignored.
-        only: Searches only layouts of this name.
+    """Searches all layouts that use all nodes, or `only` those of a name. The case's own layouts are ignored.
 
     Raises:
         UserError: If no layout is valid, or none fits.

@@ -159,12 +159,7 @@ def rebuilt(default: Any, stored: Any) -> Any:
 def run_weights(folder: Path, like: nn.Module) -> dict[str, Tensor]:
     """Returns the model in the newest checkpoint of a run, as worker 0 has it. Every worker must call it.
 
-    Args:
-        folder: The run folder.
-        like: A model whose parameters have the same names.
-
-    Raises:
-        UserError: If there is no checkpoint.
+    The parameters of `like` have the same names. UserError if there is no checkpoint.
     """
     checkpoints = folder / "checkpoints"
     if not (names := finished(checkpoints)):
