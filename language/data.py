@@ -435,10 +435,7 @@ def _file(what: str, name: str, holds: str) -> Path:
 def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
     """Opens plain text, train.txt and val.txt (see text_files) in `folder`, in a model's own tokens.
 
-    Args:
-        folder: Folder of the text.
-        tokenizer: The model's tokenizer.
-        end: The id that ends a document.
+    The id `end` ends a document.
     """
     tokenizer = Tokenizer.from_str(tokenizer.to_str())  # encode_documents changes it
     files = {split: text_files([_text(folder, split)]) for split in ("train", "val")}

@@ -262,13 +262,7 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 def encode_documents(
     tokenizer: Tokenizer, documents: Iterable[str], file: Path, end: int | None = None
 ) -> dict[str, int]:
-    """Writes the documents' token ids, with an end-of-text after each, as raw numbers of `token_dtype`.
-
-    Args:
-        tokenizer: The tokenizer.
-        documents: The documents.
-        file: The file to write.
-        end: The id that ends a document. None means end_of_text's.
+    """Writes the documents' token ids, with `end` after each (None: end_of_text's), as raw numbers of `token_dtype`.
 
     Returns:
         The numbers of documents, of tokens with the ends, and of UTF-8 bytes of text.

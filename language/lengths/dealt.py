@@ -246,14 +246,9 @@ MESSAGES = 3  # per hop and layer: keys and values in both passes, and their gra
 def island_of(
     recipe: TextRecipe, model: nn.Module, mesh: DeviceMesh, longest: int, autocast: AbstractContextManager[Any]
 ) -> tuple[dist.ProcessGroup, Island]:
-    """Measures the costs of an island, unless the recipe gives them. Every worker must call it.
+    """Measures the costs of an island of the mesh [islands, workers], unless the recipe gives them. A collective.
 
-    Args:
-        recipe: The settings.
-        model: The model, already prepared by attend_to_documents.
-        mesh: [islands, workers of an island].
-        longest: The most tokens of a document.
-        autocast: The precision of training.
+    attend_to_documents has prepared the model. A document has at most `longest` tokens.
 
     Returns:
         The workers over which documents are split, and their costs.
@@ -271,13 +266,9 @@ def island_of(
 
 
 def measured(model: nn.Module, group: dist.ProcessGroup, devices: int, tokens: int) -> tuple[float, ...]:
-    """Measures a layer. All ranks get the times of the slowest rank.
+    """Measures a layer with a row of so many tokens, on an island with so many devices per node.
 
-    Args:
-        model: The model.
-        group: The ranks of the island.
-        devices: Ranks per node.
-        tokens: Tokens of the row that is timed.
+    All ranks get the times of the slowest rank.
 
     Returns:
         The costs of an Island: seconds of a layer, forward and backward.
@@ -358,12 +349,7 @@ class Documents:
 def text_documents(tokens: np.ndarray, end: int, context: int) -> Documents:
     """The documents of a token file, without empty ones. Longer ones are cut into pieces of `context` tokens.
 
-    Each token except a document's first is predicted once.
-
-    Args:
-        tokens: The ids of the file.
-        end: The id that ends a document.
-        context: The most tokens of a piece.
+    Each token except a document's first is predicted once. The id `end` ends a document.
     """
     parts = range(0, len(tokens), SCANNED)
     ends = np.concatenate([at + 1 + np.flatnonzero(tokens[at : at + SCANNED] == end) for at in parts])
@@ -407,13 +393,7 @@ class Dealt:
 
     @classmethod
     def of(cls, recipe: TextRecipe, model: nn.Module, documents: Documents, run: Run | None = None) -> Dealt:
-        """Prepares the model and the documents of a run.
-
-        Args:
-            recipe: The settings.
-            model: Attends to documents from now on.
-            documents: The documents of the task.
-            run: With balance rings, its nodes are islands.
+        """Prepares the model, which attends to documents from now on. With balance rings, the run's nodes are islands.
 
         Raises:
             UserError: If there are too few documents, or the model or the precision does not fit.
@@ -467,13 +447,7 @@ class Dealt:
     ) -> Iterator[Rows]:
         """The rows of this worker, or island, for the steps from `start` to `total`.
 
-        Args:
-            recipe: The settings.
-            rank: The number of this worker or island.
-            workers: The number of workers or islands.
-            start: The first step.
-            total: The end of the last step.
-            ahead: Returns the number of steps to assign at once.
+        `ahead` returns the number of steps to assign at once.
         """
         d = self.documents
         full = d.lengths == d.lengths.max()

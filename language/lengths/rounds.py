@@ -32,14 +32,9 @@ TOLERANCE = 0.004  # share of a worker's load within which exchanges stop
 
 
 def cost(lengths: np.ndarray, crossing: float) -> np.ndarray:
-    """The work of documents, s^2 + crossing s, in arbitrary units.
+    """The work of documents, s^2 + crossing s, in arbitrary units, float64 [n].
 
-    Args:
-        lengths: int64 [n].
-        crossing: The length at which attention costs as much as the rest.
-
-    Returns:
-        float64 [n].
+    At the length `crossing` attention costs as much as the rest.
     """
     return lengths.astype(np.float64) * (lengths + crossing)
 
@@ -98,14 +93,10 @@ class Order:
 
 
 def deal(shares: np.ndarray, workers: int) -> np.ndarray:
-    """Assigns documents so that all workers get equal sums of every column.
+    """Assigns documents so that all workers get equal sums of every column of `shares`, float64 [n, k].
 
-    The next largest documents go to one worker each, the largest to the worker with the smallest load. Then workers
-    exchange documents as long as that helps.
-
-    Args:
-        shares: The columns, such as tokens and costs, float64 [n, k].
-        workers: The number of workers.
+    The columns are such as tokens and costs. The next largest documents go to one worker each, the largest to the
+    worker with the smallest load. Then workers exchange documents as long as that helps.
 
     Returns:
         The worker of each document, int64 [n].

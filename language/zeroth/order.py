@@ -129,13 +129,8 @@ def exchange(
 ) -> tuple[list[list[float]], int, float]:
     """Sends a worker's numbers to all workers.
 
-    gloo's all-to-all needs one hop, its all-gather n - 1, and its all-reduce 2 (n - 1).
-
-    Args:
-        row: This worker's numbers, equally many on all workers.
-        step: The number of the step, for error messages.
-        group: The workers. None: one worker.
-        link: An emulated slow link.
+    gloo's all-to-all needs one hop, its all-gather n - 1, and its all-reduce 2 (n - 1). All workers have equally many
+    numbers. Without a group there is one worker.
 
     Returns:
         Every worker's numbers in rank order, the bytes that this worker sent, and the seconds that it waited.
@@ -162,13 +157,7 @@ def exchange(
 
 
 class Update(NamedTuple):
-    """W <- W - lr g z, with the z of that step.
-
-    Attributes:
-        step: The number of the step, from 0.
-        lr: The learning rate.
-        g: The projected gradient.
-    """
+    """W <- W - lr g z, with the z of step 0, 1, ..., and the projected gradient g."""
 
     step: int
     lr: float
@@ -288,10 +277,7 @@ class Weights:
     """The trained parameters of a model, tied weights once.
 
     Attributes:
-        names: Their names.
-        params: The parameters.
         numbers: From a parameter's id to its index, which is its tensor number in Noise.
-        noise: Draws z.
     """
 
     def __init__(self, model: nn.Module, config: ZerothConfig):
@@ -353,12 +339,7 @@ Loss = Callable[[nn.Module], Tensor | float]
 
 
 class ScratchCopy:
-    """Keeps all weights on their device, with one copy to perturb. Applies each update at once.
-
-    Args:
-        model: The model.
-        weights: Its trained parameters.
-        params: The parameters to perturb and update. None: all trained parameters.
+    """Keeps the weights of `params` (None: all) on their device, with one copy to perturb. Applies each update at once.
 
     Attributes:
         pending: The deferred updates, none here.
