@@ -360,10 +360,9 @@ def text_documents(tokens: np.ndarray, end: int, context: int) -> Documents:
     begins, inputs = begins[inputs > 0], inputs[inputs > 0]
     if not len(inputs):
         raise UserError(f"{len(ends)} documents, all of them empty: give text")
-    lengths, pieces = cut(inputs, context), -(-inputs // context)
-    number = np.arange(len(lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    starts = np.repeat(begins, pieces) + context * number
-    longer, empty = int((pieces > 1).sum()), len(ends) - len(inputs)
+    lengths, document, start = cut(inputs, context)
+    starts = begins[document] + start
+    longer, empty = int((inputs > context).sum()), len(ends) - len(inputs)
     about = f"{len(inputs):,} documents, of which {longer:,} are longer than {context:,} tokens and are cut"
     about += f"; {empty:,} empty ones left out" if empty else ""
 
@@ -463,14 +462,10 @@ class Dealt:
             return pack(documents)
         return pack_share(documents, plan(_ends(documents), self.island), self.group)
 
-    def owners(self, numbers: np.ndarray, workers: int) -> np.ndarray:
-        """The worker of each document of a round, int64 [n]."""
-        lengths, targets = self.documents.lengths[numbers], self.documents.targets[numbers]
-        return deal(np.stack([targets, cost(lengths, self.crossing)], axis=1), workers)
-
     def _round(self, numbers: np.ndarray, steps: int, rows: int, rank: int, workers: int) -> Iterator[Rows]:
-        d, mine = self.documents, numbers[self.owners(numbers, workers) == rank]
-        lengths = d.lengths
+        d, lengths = self.documents, self.documents.lengths
+        loads = np.stack([d.targets[numbers], cost(lengths[numbers], self.crossing)], axis=1)
+        mine = numbers[deal(loads, workers) == rank]
         predicted = max(float(d.targets[numbers].sum()) / (steps * workers), 1.0) / self.island_size
         of_step = into_parts(lengths[mine], steps)
         for step in range(steps):

@@ -14,13 +14,16 @@ from training.data.samples import generator
 Lengths = np.ndarray  # int64 [documents], tokens
 
 
-def cut(lengths: Lengths, longest: int) -> Lengths:
-    """Lengths after longer documents are cut into pieces of `longest` tokens and a rest."""
-    whole, rest = np.divmod(lengths, longest)
-    pieces = np.full(int(whole.sum() + (rest > 0).sum()), longest)
-    last = np.cumsum(whole + (rest > 0)) - 1
-    pieces[last[rest > 0]] = rest[rest > 0]
-    return pieces
+def cut(lengths: Lengths, longest: int) -> tuple[Lengths, np.ndarray, np.ndarray]:
+    """Cuts longer documents into pieces of `longest` tokens and a rest.
+
+    Returns:
+        The length of each piece, the number of its document, and where it begins there, int64 [pieces].
+    """
+    pieces = -(-lengths // longest)
+    document = np.repeat(np.arange(len(lengths)), pieces)
+    start = longest * (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces))
+    return np.minimum(longest, lengths[document] - start), document, start
 
 
 # -- the documents of a round -----------------------------------------------------------------------------------------
