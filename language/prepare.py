@@ -316,13 +316,8 @@ def write_corpus(
 ) -> dict:
     """Writes a corpus into an empty folder, and returns the content of its meta.json.
 
-    Args:
-        train: Training documents. They are iterated over more than once, so this cannot be a generator.
-        val: Held-out documents.
-        folder: The empty folder.
-        tokenizer: The tokenizer to use, or the vocabulary size of a new one.
-        sources: Names of the text's sources.
-        end: The id that ends a document. None means end_of_text's.
+    Training documents are iterated over more than once, so they cannot be a generator. A number in place of a tokenizer
+    is the vocabulary size of a new one. The id `end` ends a document (None: end_of_text's).
     """
     if isinstance(tokenizer, int):
         tokenizer = train_tokenizer(train, tokenizer)

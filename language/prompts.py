@@ -94,13 +94,7 @@ def answers_of(lines: list[Line], given: tuple[str, ...], file: Path) -> list[st
 
 
 def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) -> list[Prompt]:
-    """Returns the lines in tokens.
-
-    Args:
-        lines: Lines of a prompt file.
-        answers: All answers.
-        tokenizer: The model's tokenizer.
-        limit: Most tokens that the model reads.
+    """Returns the lines of a prompt file in tokens, of which the model reads at most `limit`.
 
     Raises:
         UserError: Names a line that is too long, or an unknown answer.
@@ -128,12 +122,9 @@ def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) ->
 
 
 def collate(samples: Iterable[tuple[list[int], int]]) -> Batch:
-    """Returns inputs and targets, int64 [batch, time], padded at the end.
+    """Returns inputs and targets, int64 [batch, time], padded at the end, from (tokens, number of prompt tokens).
 
     Targets are IGNORE except for an answer's tokens.
-
-    Args:
-        samples: (tokens, number of prompt tokens) of each sample.
     """
     samples = list(samples)
     width = max(len(ids) for ids, _ in samples) - 1

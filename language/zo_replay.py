@@ -83,9 +83,5 @@ def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path
     print(f"{out}: {len(log)} steps replayed, {tuned_digest(tuned)[:16]} as in the run")
 
 
-def main() -> None:
-    parse_options(replay, description=__doc__)
-
-
 if __name__ == "__main__":
-    launch(main)
+    launch(lambda: parse_options(replay, description=__doc__))
