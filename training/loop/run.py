@@ -62,8 +62,6 @@ class Run(Progress):
         if recipe.layout:  # imported here, because torch's pipelines take a second
             from training.loop.layout_run import LayoutRun as kind
         self._workers = kind(self, self.folder, self.rounds)
-        self._minutes: dict[str, float] = {}  # of each request that repeats by time
-        self._asked_at: dict[str, float] = {}  # seconds, by self._now
         self._stop = StopSignal()
         self._shared = True  # whether the last evaluation was of one model on all workers
         self._bar: tqdm[Any] | None = None
@@ -142,12 +140,9 @@ class Run(Progress):
         seconds = self._workers.begin(self._trained, samples, epoch)
         if self.rank == 0:
             self._tell_settings(total)
-        r = self.recipe
-        self.evaluation = Period(r.interval("eval_every", epoch)[0], self.step)
-        steps, minutes = r.interval("checkpoint_every", epoch)
-        self._saving = Period(steps, self.step)
-        by_time = {"save": minutes, "evaluate": r.interval("eval_every", epoch)[1]}
-        self._minutes = {name: minutes for name, minutes in by_time.items() if minutes}
+        evaluate, save = (self.recipe.interval(f"{what}_every", epoch) for what in ("eval", "checkpoint"))
+        self.evaluation, self._saving = Period(evaluate[0], self.step), Period(save[0], self.step)
+        self._minutes = {"evaluate": evaluate[1], "save": save[1]}  # 0: by steps
         self._asked_at = dict.fromkeys(self._minutes, self._now())
         interval = 0.5 if sys.stderr.isatty() else 20.0
         label = f"{self.recipe.name} {self.recipe.method}"
@@ -234,7 +229,7 @@ class Run(Progress):
     def _minutes_over(self, name: str) -> bool:
         """Returns whether a request that repeats by time is due on all workers. Rank 0's clock decides."""
         now = self._now()
-        over = self.rank == 0 and name in self._minutes and now - self._asked_at[name] >= 60 * self._minutes[name]
+        over = self.rank == 0 and 0 < 60 * self._minutes[name] <= now - self._asked_at[name]
         if over:  # the other workers learn it a round later
             self._asked_at[name] = now
         return self._granted(name, over)

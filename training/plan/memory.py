@@ -117,12 +117,8 @@ PARTS: tuple[Callable[[Case, bool], Numbers], ...] = (
 )  # fmt: skip
 
 
-def of_stage(c: Case, last: bool) -> dict[str, Numbers]:
-    return {part.__name__: part(c, last) for part in PARTS}
-
-
 def memory(c: Case) -> dict[str, Numbers]:
     """Bytes by part, in the stage that needs more."""
-    first, last = of_stage(c, False), of_stage(c, True)
+    first, last = ({part.__name__: part(c, last) for part in PARTS} for last in (False, True))
     more = sum(last.values()) > sum(first.values())
     return {name: np.where(more, last[name], first[name]) for name in first}
