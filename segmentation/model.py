@@ -70,12 +70,9 @@ RESIZED = re.compile(r"pos_embed|.*\.relative_position_bias_table")  # mmseg res
 
 @CheckpointLoader.register_scheme(prefixes=SCHEME)
 def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:
-    """Returns the weights in a file, as {name in mmseg: tensor}, or the backbone's weights of a segmentor or
-    classifier.
+    """Returns the weights in a file, as {name in mmseg: tensor}, or a segmentor's or classifier's backbone's.
 
-    Args:
-        name: The file's name, after SCHEME.
-        map_location: See torch.load.
+    The file's name comes after SCHEME. For map_location see torch.load.
 
     Raises:
         UserError: If the file holds no weights, or content that could run code.
@@ -227,12 +224,7 @@ def upernet(
 ) -> Config:
     """Returns the config of UPerNet with an FCN auxiliary head (loss weight 0.4), from mmseg's base model.
 
-    Args:
-        name: The backbone.
-        num_classes: Number of classes.
-        crop: Height and width of training images.
-        norm: Type of BatchNorm.
-        pretrained: File of the backbone's weights, see find_backbone.
+    `crop` is the height and width of training images. find_backbone finds the file of the backbone's weights.
     """
     b = BACKBONES[name]
     config: Config = ConfigFile.fromfile(BASES / f"{b.base}.py").model.to_dict() | {"pretrained": None}
