@@ -244,14 +244,10 @@ def backward_in_parts(
     part_of: Callable[[Any], Scalars],
     scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> Scalars:
-    """Computes the gradient of the loss over all parts of this worker's batch.
+    """Computes the gradient of the loss over all parts of this worker's batch. `scaled` scales each loss for it.
 
-    Args:
-        wrapped: The model to train.
-        parts: The parts of the batch.
-        part_of: Runs the forward pass of a part and returns 0-d scalars, "train_loss" first. Each scalar is weighted by
-            the part's share of the batch, so that the sums are averages over the batch.
-        scaled: Scales the loss for the backward pass.
+    `part_of` runs the forward pass of a part and returns 0-d scalars, such as "train_loss". Each is weighted by the
+    part's share of the batch, so that the sums are averages over the batch.
 
     Returns:
         The scalars, summed over the parts.

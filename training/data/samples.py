@@ -118,12 +118,8 @@ def load_batches(
 ) -> Iterator[Any]:
     """Yields the batches with the listed keys, in order, in pinned memory if there is a GPU.
 
-    Args:
-        dataset: Returns a sample for a key.
-        keys: The keys of each batch.
-        workers: Number of loading processes. With 0 this process loads.
-        collate: Makes a batch of samples.
-        keeper: An object that keeps the loading processes for its next call with the same keys, as evaluations do.
+    The dataset returns a sample for a key. With 0 workers this process loads. The object `keeper` keeps the loading
+    processes for its next call with the same keys, as evaluations do.
 
     Raises:
         UserError: In one line, if a loading process raises it.

@@ -212,9 +212,8 @@ def cut_tensors(stage: Stage, family: Family, mesh: DeviceMesh) -> None:
 class Replicated(ParallelStyle):
     """A module whose parameters every rank holds.
 
-    Args:
-        local: Whether the module returns a plain tensor. By default it returns a replicated DTensor, so that the
-            gradients of the following layers are summed before one all-reduce.
+    With `local` it returns a plain tensor. By default it returns a replicated DTensor, so that the gradients of the
+    following layers are summed before one all-reduce.
     """
 
     def __init__(self, *, local: bool = False):
@@ -421,10 +420,7 @@ class Parallel(nn.Module):
         return norm
 
     def forward(self, tokens: Tensor) -> Any:
-        """Runs the model for evaluation, without gradients. All ranks of a data-parallel worker must call it.
-
-        Args:
-            tokens: int64 [batch, time].
+        """Runs the model for evaluation on int64 tokens [batch, time]. A data-parallel worker's ranks must all call it.
 
         Returns:
             On the last stage an object with logits [batch, time, vocabulary]. None on all other stages.
@@ -463,11 +459,6 @@ class Parallel(nn.Module):
         return found
 
     def co2(self, config: CO2Config, **options: Any) -> CO2:
-        """CO2 between the islands, where each island is one worker.
-
-        Args:
-            config: The settings.
-            **options: More arguments of core.CO2.
-        """
+        """CO2 between the islands, where each island is one worker. For options see core.CO2."""
         shards = self.holders() if self.layout.is_cut else False
         return CO2(self.parameters(), named(config), mesh=self._islands, shards=shards, **options)

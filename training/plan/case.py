@@ -122,10 +122,8 @@ class Model:
         """Bytes per token, as (whole, cut by TP), that a block of transformers keeps, and adds in its backward [O].
 
         Without dropout. Whole: the inputs of two norms and two sums in float32, and the norms' statistics. Cut: q, k,
-        v, attention's result and log-sum-exp, and the activation's input and result.
-
-        Args:
-            size: Bytes of a value in matrix products.
+        v, attention's result and log-sum-exp, and the activation's input and result. Values of products have `size`
+        bytes.
         """
         if self.gated:
             kept = 24 * self.width + (2 * self.width if size < 4 else 0) + 8

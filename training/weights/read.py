@@ -194,13 +194,10 @@ def _part(checkpoints: Path, number: int, part: str) -> Any:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
+def file_weights(path: Path, option: str) -> Weights:
     """Returns the weights in a file of timm, mmseg or torch: *.safetensors, or what torch.save wrote.
 
-    Args:
-        path: The file, which nobody should trust.
-        option: The option that names it, for messages.
-        map_location: See torch.load.
+    Nobody should trust the file. `option` names it in messages.
     """
     try:
         if path.suffix == ".safetensors":
@@ -208,7 +205,7 @@ def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
 
             return _unwrapped(load_file(path))
         with torch.serialization.safe_globals([argparse.Namespace, *plain_makers()]):  # which training code saves, too
-            found = torch.load(path, map_location, weights_only=True)
+            found = torch.load(path, "cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # torch.load raises many kinds of errors
