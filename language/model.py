@@ -49,22 +49,11 @@ class MaskedRoberta(RobertaForMaskedLM):
         return MaskedLMOutput(logits=self.lm_head(hidden if positions is None else hidden.flatten(0, 1)[positions]))
 
 
-def build_model(
-    name: ModelName,
-    *,
-    vocab_size: int,
-    context: int,
-    dropout: float,
-    pad: int | None = None,
-) -> nn.Module:
+def build_model(name: ModelName, *, vocab_size: int, context: int, dropout: float, pad: int | None = None) -> nn.Module:
     """Returns a model with random weights, drawn from torch's default generator.
 
-    Args:
-        name: Name of the model.
-        vocab_size: Number of tokens in the vocabulary.
-        context: Longest input, in tokens.
-        dropout: Dropout on embeddings, attention weights and residual branches. TransNormer has none.
-        pad: Id of the pad token, for RoBERTa only. Its position numbers begin after it.
+    Dropout is on embeddings, attention weights and residual branches. TransNormer has none. `pad` is the id of the pad
+    token, for RoBERTa only. Its position numbers begin after it.
     """
     common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if name in GPT2_SIZES:

@@ -111,12 +111,7 @@ def pack(documents: Sequence[Document]) -> Packed:
 def pack_share(
     documents: Sequence[Document], rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None
 ) -> Packed:
-    """This rank's part of a row whose documents are split.
-
-    Args:
-        documents: All documents of the row.
-        rings: For each document, the ranks of the group that hold it.
-        group: The island. None: all ranks.
+    """This rank's part of a row whose documents are split over rings of ranks of the island (None: of all ranks).
 
     Returns:
         The part, or a filler of one token if this rank holds nothing.
@@ -145,10 +140,7 @@ def _ends(documents: Sequence[Document]) -> Tensor:
 
 
 def attend_to_documents(model: nn.Module) -> None:
-    """Prepares a model for calls with `documents`.
-
-    Args:
-        model: A causal language model of transformers.
+    """Prepares a causal language model of transformers for calls with `documents`.
 
     Raises:
         UserError: If the model has its own kind of attention, or would mix the documents of a row.

@@ -1,11 +1,6 @@
 """A model under a layout: torch's tensor, pipeline and sharded data parallelism inside islands, CO2 between them.
 
-    parallel = Parallel(model, Layout.parse("tp2.pp2.dp2.co2x2"), torch.device("cpu"))
-    co2 = parallel.co2(CO2Config.paper(tau=12))
-    for tokens, targets in my_batches:  # of this rank's data-parallel worker
-        parallel.backward(tokens, targets, loss); optimizer.step(); optimizer.zero_grad(); co2.step()
-
-Every rank passes the same whole model.
+docs/planning.md has a loop. Every rank passes the same whole model.
 """
 
 from __future__ import annotations
