@@ -173,12 +173,12 @@ class Keyed(Dataset[Any]):
 
 def _end_unless_handed_over(_: int) -> None:
     """Makes a loading process end if it cannot hand over a batch. Its worker would wait for that batch forever."""
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_not_handed_over)  # pyright: ignore
 
+    def end(error: Exception, _: Any) -> None:
+        print(f"a loading process ends: {reason(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
 
-def _not_handed_over(error: Exception, _: Any) -> None:
-    print(f"a loading process ends: {reason(error)}", file=sys.stderr, flush=True)
-    os._exit(1)
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # pyright: ignore
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ class RunFolder:
             if refusal:
                 return refusal
         else:
-            _replace(file, _json(made_of))  # replaces the file of a failed start
+            write_whole(file, _json(made_of))  # replaces the file of a failed start
         self.extends = made_of["recipe"]["extend"]
         if recipe.tracker:
             self._tracker = Tracker(recipe.tracker, self.path, made_of, resume=self._resumed is not None)
@@ -153,7 +153,7 @@ class RunFolder:
         (self.path / "summary.json").unlink(missing_ok=True)
         if self._resumed is not None:
             self._resumed["history"][-1]["step"] = step
-            _replace(self.path / "config.json", _json(self._resumed))
+            write_whole(self.path / "config.json", _json(self._resumed))
         _cut(self.path / "metrics.jsonl", step)
         self.writer = SummaryWriter(str(self.path), purge_step=step + 1 if self._resumed else None)
         self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
@@ -202,7 +202,7 @@ class RunFolder:
         if not self.writes:
             return
         known = {name: value if math.isfinite(value) else None for name, value in summary.items()}
-        _replace(self.path / "summary.json", _json(known))
+        write_whole(self.path / "summary.json", _json(known))
         known_types = (bool, int, float, str)  # types that TensorBoard supports
         settings = {k: v if isinstance(v, known_types) else str(v) for k, v in flat(dataclasses.asdict(recipe)).items()}
         results = {f"summary/{k}": v for k, v in summary.items()}
@@ -218,7 +218,7 @@ def _cut(file: Path, step: int) -> None:
     """Removes the lines after `step`, and a last line that is incomplete because its writer was killed."""
     if file.exists():
         lines = file.read_text(errors="replace").splitlines(keepends=True)
-        _replace(file, "".join(line for line in lines if _step_of(line) <= step))
+        write_whole(file, "".join(line for line in lines if _step_of(line) <= step))
 
 
 def _step_of(line: str) -> float:
@@ -234,7 +234,7 @@ def _json(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2, default=str)
 
 
-def _replace(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
     """Writes a file such that it is complete at any moment, also after a power cut."""
     fresh = file.with_name(f"{file.name}.tmp")
     write_flushed(fresh, text.encode())

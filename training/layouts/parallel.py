@@ -82,11 +82,7 @@ FAMILIES = {
 
 
 def family_of(model: nn.Module) -> Family:
-    """The family of a model.
-
-    Raises:
-        UserError: If FAMILIES has no such model.
-    """
+    """The family of a model. Raises UserError if FAMILIES has none."""
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in FAMILIES:
         raise UserError(f"layout: a model of type {kind} is not known how to cut: give one of {', '.join(FAMILIES)}")

@@ -261,9 +261,6 @@ def read_model(target: Path) -> Named:
     """Returns the first island's whole GPT-2 in one process, by transformers' names.
 
     Layouts keep the joint projection of attention in three parts, and all projections transposed (see parallel.py).
-
-    Raises:
-        UserError: For a damaged file.
     """
     first = stored.read(target, 0, checkpoint.read_manifest(target)["files"])
     found, filled, prefix = Named(), Filled(), "model.model."

@@ -42,11 +42,7 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def of_preset(kind: str, name: str) -> Any:
-    """An entry of presets.toml.
-
-    Raises:
-        UserError: If there is no such name.
-    """
+    """An entry of presets.toml, or a UserError that lists them."""
     known = presets()[kind]
     return find(kind[:-1], name, known, f"choose one of {', '.join(known)}")
 
@@ -145,11 +141,7 @@ def preset_model(name: str, context: int | None) -> Model:
 
 
 def from_config(folder: Path, context: int | None) -> Model:
-    """The model of a folder with a config.json.
-
-    Raises:
-        UserError: If the planner does not support it.
-    """
+    """The model of a folder with a config.json. Raises UserError if the planner does not support it."""
     file = folder / "config.json"
     try:
         config = parse_json(file.read_text())

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import sys
 import typing
@@ -21,6 +20,7 @@ from core.checkpoint.runs import finished, load_newest, unlike, with_versions
 from core.checkpoint.stored import parse_json, plain_makers, reason, regular
 from core.errors import UserError
 from training.data.files import printable
+from training.folder.run_folder import write_whole
 from training.recipe import Recipe
 from training.start.workers import rank
 
@@ -72,8 +72,7 @@ def _number(name: str) -> bool:
 def keep_names(run: Any, names: Iterable[str]) -> None:
     """Writes the names of a model's outputs to the run's folder, in their order.
 
-    Raises:
-        UserError: If the run resumes with data that number them differently.
+    Raises UserError if the run resumes with data that number them differently.
     """
     folder, mine = run.folder.path, [printable(name) for name in names]
     if finished(run.folder.checkpoints):
@@ -81,9 +80,7 @@ def keep_names(run: Any, names: Iterable[str]) -> None:
             raise UserError(f"{folder} was trained with other data, {wrong}: restore the data, or choose another --out")
     elif run.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = folder / f"{NAMES}.tmp"
-        fresh.write_text(json.dumps(mine) + "\n")
-        os.replace(fresh, folder / NAMES)
+        write_whole(folder / NAMES, json.dumps(mine) + "\n")
 
 
 def read_names(folder: Path) -> list[str]:
