@@ -151,8 +151,7 @@ def load_batches(
 class Keyed(Dataset[Any]):
     """A data set whose items follow from their keys, so that loading processes change nothing.
 
-    Attributes:
-        collate: Makes a batch of items. None means torch's default.
+    `collate` makes a batch of items. None means torch's default.
     """
 
     collate: Callable[[list[Any]], Any] | None = None

@@ -121,14 +121,9 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
 
 @dataclass(frozen=True)
 class Plan:
-    """The layouts that fit, and the number of dropped layouts by reason.
+    """The layouts that fit, with their bytes and seconds by part, and the number of dropped layouts by reason.
 
-    Attributes:
-        case: The model, the cluster and the layouts that fit.
-        memory: Bytes by part.
-        seconds: Seconds by part.
-        dropped: The number of dropped layouts by reason.
-        miss: The layout that needs the least memory of all that do not fit, with its gigabytes.
+    `miss` is the layout that needs the least memory of all that do not fit, with its gigabytes.
     """
 
     case: Case
