@@ -89,18 +89,11 @@ def large(parts: dict[str, Numbers], row: int, unit: float) -> str:
 
 def table(p: Plan) -> Iterator[str]:
     """The lines of the screen."""
-    for text in _sentences(p):
+    best = f"the best of each TP x PP x DP, islands, interleaving and ZeRO; exposed: {', '.join(time.COMMUNICATION)}"
+    dropped = [f"dropped: {listed(p.dropped)}" + (f"; nearest miss: {p.miss}" if p.miss else "")] if p.dropped else []
+    for text in (*header(p.case), *rows(p), best, *dropped, *gain(p)):
         width = max(WIDTH, len(text)) if text.endswith("%") else WIDTH  # a row with a long name stays on one line
         yield from textwrap.wrap(text, width, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
-
-
-def _sentences(p: Plan) -> Iterator[str]:
-    yield from header(p.case)
-    yield from rows(p)
-    yield f"the best of each TP x PP x DP, islands, interleaving and ZeRO; exposed: {', '.join(time.COMMUNICATION)}"
-    if p.dropped:
-        yield f"dropped: {listed(p.dropped)}" + (f"; nearest miss: {p.miss}" if p.miss else "")
-    yield from gain(p)
 
 
 def gain(p: Plan) -> Iterator[str]:

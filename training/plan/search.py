@@ -150,19 +150,8 @@ class Plan:
         rows = rows[self.total[rows] <= self.total[rows].min() * (1 + ALIKE)]
         c = replace(self.case, layout=self.case.layout[rows])
         x, size = c.layout, self.bytes[rows]
-        tight = size > 0.9 * c.cluster.device.memory
-        keys = (
-            x.islands > 1,
-            x.tau,
-            x.compression,
-            x.merge,
-            x.offload,
-            x.recompute,
-            tight,
-            x.zero,
-            c.micro_batches,
-            size,
-        )
+        settings = x.islands > 1, x.tau, x.compression, x.merge, x.offload, x.recompute
+        keys = *settings, size > 0.9 * c.cluster.device.memory, x.zero, c.micro_batches, size
         return int(rows[np.lexsort(keys[::-1])[0]])
 
     @cached_property
