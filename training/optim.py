@@ -246,7 +246,7 @@ def backward_in_parts(
 ) -> Scalars:
     """Computes the gradient of the loss over all parts of this worker's batch. `scaled` scales each loss for it.
 
-    `part_of` runs the forward pass of a part and returns 0-d scalars, such as "train_loss". Each is weighted by the
+    `part_of` runs the forward pass of a part and returns 0-d scalars, with a "train_loss". Each is weighted by the
     part's share of the batch, so that the sums are averages over the batch.
 
     Returns:

@@ -136,9 +136,9 @@ class Shares:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:
-    """Causal attention inside each document, [tokens, heads, width] of this rank's tokens from q, k and v alike.
+    """Causal attention inside each document. A collective of all ranks on rings, forward and backward.
 
-    It is a collective of all ranks on rings, forward and backward.
+    q, k, v and the result are [tokens, heads, width] of this rank's tokens.
     """
     assert len(q) == len(shares.indices), "take the tokens at shares.indices"
     return _RingAttention.apply(q, k, v, shares)  # type: ignore[no-any-return]
