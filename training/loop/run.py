@@ -179,7 +179,7 @@ class Run(Progress):
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]]) -> Iterator[T]:
         """Yields this worker's training batches.
 
-        `make` returns those of fixed workers, from (recipe, rank, world_size, first step, last step).
+        `make` returns the batches of fixed workers, from (recipe, rank, world_size, first step, last step).
         """
         yield from self._workers.batches(make, self.step, self.total)
 

@@ -174,7 +174,7 @@ class Plan:
 
 
 def plan(case: Case, only: Layout | None = None) -> Plan:
-    """Searches all layouts that use all nodes, or `only` those of a name. The case's own layouts are ignored.
+    """Searches all layouts that use all nodes, or `only` layouts of a name. The case's own layouts are ignored.
 
     Raises:
         UserError: If no layout is valid, or none fits.
