@@ -163,13 +163,8 @@ def open_tokens(file: Path, dtype: str, vocab_size: int, expected: int | None = 
     """Maps a token file into memory, read only, as a 1-D array of `dtype`.
 
     It checks the first and last million tokens against the vocabulary. Otherwise a file of another tokenizer or dtype
-    would only show up as an index error, or on a GPU as a device assertion.
-
-    Args:
-        file: The token file.
-        dtype: "uint16" or "uint32".
-        vocab_size: Number of tokens in the vocabulary.
-        expected: Number of tokens that were written, if it is known.
+    would only show up as an index error, or on a GPU as a device assertion. `expected` is the number of tokens that
+    were written, if it is known.
 
     Raises:
         UserError: If the file is missing, cut, or has tokens outside the vocabulary.
@@ -279,16 +274,13 @@ class MaskedObjective:
         ends = windows.new_full((len(windows), 1), self.eot)
         begins = ends if self.bos is None else torch.full_like(ends, self.bos)
         words = torch.cat((begins, windows, ends), dim=1)
-        rows = [self._draw(words.shape[1], generator(*key)) for key in keys]
-        draw, other = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+        rngs, n = [generator(*key) for key in keys], words.shape[1]
+        draw = torch.stack([torch.rand(n, generator=rng) for rng in rngs])
+        other = torch.stack([torch.randint(self.vocab_size, (n,), generator=rng) for rng in rngs])
         chosen = (draw < PREDICTED) & (words != self.eot) & (words != begins[:, :1])
         inputs = torch.where(chosen & (draw < 0.8 * PREDICTED), self.mask, words)
         inputs = torch.where(chosen & (draw >= 0.9 * PREDICTED), other, inputs)
         return inputs, torch.where(chosen, words, IGNORE)
-
-    def _draw(self, n: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Returns uniform numbers in [0, 1) and random tokens, each [n]."""
-        return torch.rand(n, generator=rng), torch.randint(self.vocab_size, (n,), generator=rng)
 
 
 Objective = CausalObjective | MaskedObjective
@@ -435,10 +427,7 @@ def _file(what: str, name: str, holds: str) -> Path:
 def open_text(folder: Path, tokenizer: Tokenizer, end: int) -> Corpus:
     """Opens plain text, train.txt and val.txt (see text_files) in `folder`, in a model's own tokens.
 
-    Args:
-        folder: Folder of the text.
-        tokenizer: The model's tokenizer.
-        end: The id that ends a document.
+    The id `end` ends a document.
     """
     tokenizer = Tokenizer.from_str(tokenizer.to_str())  # encode_documents changes it
     files = {split: text_files([_text(folder, split)]) for split in ("train", "val")}

@@ -56,10 +56,9 @@ def folder(recipe: LanguageRecipe, model: nn.Module, target: Path) -> None:
         if wrong := misnamed(getattr(model, "names", ()), corpus.names):
             print(f"without a tokenizer: {corpus.folder} has another one, {wrong}", file=sys.stderr)
         elif corpus.tokenizer is not None:
-            name = {"eos_token": corpus.tokenizer.id_to_token(end), "bos_token": corpus.tokenizer.id_to_token(end)}
-            more = {"pad_token": corpus.pad, "mask_token": corpus.mask}
-            name |= {key: corpus.tokenizer.id_to_token(at) for key, at in more.items() if at is not None}
-            PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer, **name).save_pretrained(target)
+            ids = {"eos_token": end, "bos_token": end, "pad_token": corpus.pad, "mask_token": corpus.mask}
+            named = {key: corpus.tokenizer.id_to_token(at) for key, at in ids.items() if at is not None}
+            PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer, **named).save_pretrained(target)
     of_transformers: Any = model
     of_transformers.config.update(wanted)
     if of_transformers.can_generate():

@@ -71,17 +71,10 @@ def summarize(sums: Sequence[float], causal: bool) -> dict[str, float]:
 def continue_text(
     model: nn.Module, prompts: Tensor, new_tokens: int, *, context: int, top_k: int, generator: torch.Generator
 ) -> Tensor:
-    """Samples from a causal model, from int64 [batch, time] to [batch, time + new_tokens].
+    """Samples from a causal model in eval mode, from int64 [batch, time] to [batch, time + new_tokens].
 
+    The model reads at most `context` of the last tokens. A CPU generator draws from the `top_k` most likely tokens.
     transformers' generate(), which TransNormer does not have, would draw from dropout's generator.
-
-    Args:
-        model: The model, in eval mode.
-        prompts: int64 [batch, time].
-        new_tokens: Number of tokens to add.
-        context: The model reads at most this many of the last tokens.
-        top_k: Tokens are drawn from so many of the most likely tokens.
-        generator: A CPU generator.
     """
     ids = prompts
     for _ in range(new_tokens):

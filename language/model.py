@@ -49,22 +49,11 @@ class MaskedRoberta(RobertaForMaskedLM):
         return MaskedLMOutput(logits=self.lm_head(hidden if positions is None else hidden.flatten(0, 1)[positions]))
 
 
-def build_model(
-    name: ModelName,
-    *,
-    vocab_size: int,
-    context: int,
-    dropout: float,
-    pad: int | None = None,
-) -> nn.Module:
+def build_model(name: ModelName, *, vocab_size: int, context: int, dropout: float, pad: int | None = None) -> nn.Module:
     """Returns a model with random weights, drawn from torch's default generator.
 
-    Args:
-        name: Name of the model.
-        vocab_size: Number of tokens in the vocabulary.
-        context: Longest input, in tokens.
-        dropout: Dropout on embeddings, attention weights and residual branches. TransNormer has none.
-        pad: Id of the pad token, for RoBERTa only. Its position numbers begin after it.
+    Dropout is on embeddings, attention weights and residual branches. TransNormer has none. `pad` is the id of the pad
+    token, for RoBERTa only. Its position numbers begin after it.
     """
     common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if name in GPT2_SIZES:
@@ -93,28 +82,19 @@ def is_causal(name: ModelName) -> bool:
     return name not in ROBERTA_SIZES
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Returns two parameter groups. Weight decay is on matrices that multiply, not on biases, norms and embeddings.
 
     timm's rule and transformers' Trainer also decay embeddings.
     """
-    modules = list(model.modules())
-    embedded = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
-    matrices = {id(m.weight) for m in modules if isinstance(m, nn.Linear | Conv1D)} - embedded
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [
-        dict(params=[p for p in trained if id(p) in matrices], weight_decay=weight_decay),
-        dict(params=[p for p in trained if id(p) not in matrices], weight_decay=0.0),
-    ]
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | Conv1D)} - embedded
+    return optim.decay_groups(model, config, usual=lambda _, p: id(p) in matrices)
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Returns training.optim.make_optimizer's optimizer, with `decay_groups` if the recipe does not say what decays.
-
-    Muon gets the matrices of the blocks.
-    """
-    named = config.undecayed is not None
-    groups = optim.decay_groups(model, config) if named else decay_groups(model, config.weight_decay)
+    """Returns training.optim.make_optimizer's optimizer of `decay_groups`. Muon gets the matrices of the blocks."""
+    groups = decay_groups(model, config)
     if config.name == "muon":
         inside = {id(p) for p in blocks_of(model).parameters() if p.ndim == 2}
         groups = [

@@ -262,13 +262,7 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 def encode_documents(
     tokenizer: Tokenizer, documents: Iterable[str], file: Path, end: int | None = None
 ) -> dict[str, int]:
-    """Writes the documents' token ids, with an end-of-text after each, as raw numbers of `token_dtype`.
-
-    Args:
-        tokenizer: The tokenizer.
-        documents: The documents.
-        file: The file to write.
-        end: The id that ends a document. None means end_of_text's.
+    """Writes the documents' token ids, with `end` after each (None: end_of_text's), as raw numbers of `token_dtype`.
 
     Returns:
         The numbers of documents, of tokens with the ends, and of UTF-8 bytes of text.
@@ -322,13 +316,8 @@ def write_corpus(
 ) -> dict:
     """Writes a corpus into an empty folder, and returns the content of its meta.json.
 
-    Args:
-        train: Training documents. They are iterated over more than once, so this cannot be a generator.
-        val: Held-out documents.
-        folder: The empty folder.
-        tokenizer: The tokenizer to use, or the vocabulary size of a new one.
-        sources: Names of the text's sources.
-        end: The id that ends a document. None means end_of_text's.
+    Training documents are iterated over more than once, so they cannot be a generator. A number in place of a tokenizer
+    is the vocabulary size of a new one. The id `end` ends a document (None: end_of_text's).
     """
     if isinstance(tokenizer, int):
         tokenizer = train_tokenizer(train, tokenizer)

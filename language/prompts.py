@@ -94,13 +94,7 @@ def answers_of(lines: list[Line], given: tuple[str, ...], file: Path) -> list[st
 
 
 def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) -> list[Prompt]:
-    """Returns the lines in tokens.
-
-    Args:
-        lines: Lines of a prompt file.
-        answers: All answers.
-        tokenizer: The model's tokenizer.
-        limit: Most tokens that the model reads.
+    """Returns the lines of a prompt file in tokens, of which the model reads at most `limit`.
 
     Raises:
         UserError: Names a line that is too long, or an unknown answer.
@@ -128,12 +122,9 @@ def encode(lines: list[Line], answers: list[str], tokenizer: Any, limit: int) ->
 
 
 def collate(samples: Iterable[tuple[list[int], int]]) -> Batch:
-    """Returns inputs and targets, int64 [batch, time], padded at the end.
+    """Returns inputs and targets, int64 [batch, time], padded at the end, from (tokens, number of prompt tokens).
 
     Targets are IGNORE except for an answer's tokens.
-
-    Args:
-        samples: (tokens, number of prompt tokens) of each sample.
     """
     samples = list(samples)
     width = max(len(ids) for ids, _ in samples) - 1
@@ -158,18 +149,9 @@ def prompt_documents(samples: list[tuple[list[int], int]]) -> Documents:
     return Documents(lengths, targets, np.ones_like(lengths), 1, about, read)
 
 
-def log_likelihoods(model: nn.Module, samples: list[tuple[list[int], int]], device: torch.device) -> Tensor:
-    """Returns float64 [len(samples), 2]: each answer's summed log-likelihood in nats, and its number of tokens."""
-    inputs, targets = (part.to(device) for part in collate(samples))
-    found = model(inputs).logits.float().log_softmax(-1)
-    wanted = targets != IGNORE
-    each = found.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * wanted
-    return torch.stack((each.double().sum(1), wanted.double().sum(1)), dim=1)
-
-
 @torch.no_grad()
 def answer_scores(model: nn.Module, prompts: list[Prompt], batch_size: int, device: torch.device) -> Iterator[Tensor]:
-    """Yields the log_likelihoods of each prompt's answers, float64 [answers, 2].
+    """Yields the scores of each prompt's answers, float64 [answers, 2]: summed log-likelihood in nats, and tokens.
 
     The model reads at most batch_size samples at once, or the samples of one prompt.
     """
@@ -177,7 +159,11 @@ def answer_scores(model: nn.Module, prompts: list[Prompt], batch_size: int, devi
     for at in range(0, len(prompts), group := max(1, batch_size // each)):
         some = prompts[at : at + group]
         samples = [prompt.sample(answer) for prompt in some for answer in range(each)]
-        yield from log_likelihoods(model, samples, device).cpu().view(-1, each, 2)
+        inputs, targets = (part.to(device) for part in collate(samples))
+        wanted = targets != IGNORE
+        of_tokens = model(inputs).logits.float().log_softmax(-1)
+        found = of_tokens.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * wanted
+        yield from torch.stack((found.double().sum(1), wanted.double().sum(1)), dim=1).cpu().view(-1, each, 2)
 
 
 @dataclass(frozen=True)

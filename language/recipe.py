@@ -107,7 +107,7 @@ class TextRecipe(Recipe):
         if self.balance == "rings":
             return max(1, workers // (self.per_node or local_world_size()))
         if self.method == "zo":
-            return Place.make(0, workers, self.zeroth).data_workers
+            return Place(0, workers).data_workers
         return super().data_workers(workers)
 
 

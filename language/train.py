@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS, NEW_TOKENS, TOP_K = 16, 48, 20  # of the text that a causal model writes for TensorBoard
 SAMPLES = 4
-VAL_PART = "val_part"  # results on a part of the held-out text, during training; val: results on all of it
 
 Texts = dict[str, np.ndarray]  # name of a text -> its held-out tokens
 
@@ -159,9 +158,25 @@ class TextTask:
         """The documents of the training text, for training without windows."""
         return text_documents(self.corpus.train, self.corpus.eot, self.objective.context)
 
+    @repeated
     def evaluate(self, run: Run, model: nn.Module, *, at_end: bool) -> dict[str, float]:
-        some = {"val" if len(self.some) == len(self.corpus.val) else VAL_PART: self.some}
-        return evaluate(run, model, self.corpus, self.objective, self.texts if at_end else some)
+        """Returns perplexity and bits per byte of each text, and shows sample text in TensorBoard.
+
+        Each worker evaluates its share.
+        """
+        some = {"val" if len(self.some) == len(self.corpus.val) else "val_part": self.some}
+        results: dict[str, float] = {}
+        with run.paused(), run.autocast():
+            for name, tokens in (self.texts if at_end else some).items():
+                place = {"rank": run.data_rank, "world_size": run.data_workers}
+                batches = held_out_batches(tokens, self.objective, run.eval_batch, **place)
+                sums = run.sum(*held_out_sums(model, batches, run.device, self.corpus.token_bytes))
+                metrics = summarize(sums, causal=isinstance(self.objective, CausalObjective))
+                results |= {f"{name}_{key}": value for key, value in metrics.items()}
+            if run.draws and self.corpus.tokenizer is not None and not run.recipe.layout:  # no rank has the whole model
+                run.folder.writer.add_text("sample", sample(run, model, self.corpus, self.objective), run.step)
+        run.log_evaluation(results)
+        return results
 
 
 def learn(run: Run, recipe: TextRecipe, model: nn.Module, task: TextTask | PromptTask) -> Method | ZerothOrder | None:
@@ -266,27 +281,6 @@ def part_loss(run: Run, model: nn.Module, part: Part) -> Tensor:
     if places is not None:
         wanted = wanted.flatten()[places]
     return token_loss(logits, wanted, reduction="sum")
-
-
-@repeated
-def evaluate(run: Run, model: nn.Module, corpus: Corpus, objective: Objective, texts: Texts) -> dict[str, float]:
-    """Returns perplexity and bits per byte of each text, and shows sample text in TensorBoard.
-
-    Each worker evaluates its share.
-    """
-    recipe = run.recipe
-    results: dict[str, float] = {}
-    with run.paused(), run.autocast():
-        for name, tokens in texts.items():
-            place = {"rank": run.data_rank, "world_size": run.data_workers}
-            batches = held_out_batches(tokens, objective, run.eval_batch, **place)
-            sums = run.sum(*held_out_sums(model, batches, run.device, corpus.token_bytes))
-            metrics = summarize(sums, causal=isinstance(objective, CausalObjective))
-            results |= {f"{name}_{key}": value for key, value in metrics.items()}
-        if run.draws and corpus.tokenizer is not None and not recipe.layout:  # no rank has the whole model
-            run.folder.writer.add_text("sample", sample(run, model, corpus, objective), run.step)
-    run.log_evaluation(results)
-    return results
 
 
 def sample(run: Run, model: nn.Module, corpus: Corpus, objective: Objective) -> str:

@@ -18,11 +18,12 @@ from torch import nn
 from core.checkpoint.stored import parse_json
 from core.errors import UserError
 from language import pretrained
-from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
-from language.zeroth import ScalarLog, ZerothConfig, ZerothOrder
+from language.finetune_recipes import RECIPES, FinetuneRecipe
+from language.zeroth import ScalarLog, ZerothOrder
 from language.zeroth.order import Noise, digest
 from training.data.files import from_home
 from training.start.script import launch, parse_options
+from training.weights.read import rebuilt
 
 KEPT = ("weights", "seed", "zeroth", "lora")  # settings on which the tuned weights depend
 
@@ -48,18 +49,11 @@ def read(folder: Path, model: Path) -> tuple[FinetuneRecipe, dict[str, Any]]:
         raise UserError(f"{file} is missing: give the folder `replay` that a run of method zo has written")
     try:
         made = parse_json(file.read_text())
-        kept = made["recipe"]
-        parts = {"zeroth": ZerothConfig(**kept["zeroth"]), "lora": LoraConfig(**_tuples(kept["lora"]))}
-        recipe = replace(RECIPES["prompts"], model=model, **_tuples(kept) | parts)
+        recipe = rebuilt(replace(RECIPES["prompts"], model=model), {key: made["recipe"][key] for key in KEPT})
         made["before"], made["after"], made["noise"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged ({error!r}): copy it again") from None
     return recipe, made
-
-
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values with tuples for lists, because JSON has only lists."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path) -> None:
@@ -82,16 +76,12 @@ def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path
     tokenizer = pretrained.open_tokenizer(model, tuned)
     if tuned_digest(tuned) != made["before"]:
         raise UserError(f"{model} is not the model that {run} was tuned from: give that one")
-    ZerothOrder(tuned, replace(recipe.zeroth, pairs=False), lr=0.0).replay(log)
+    ZerothOrder(tuned, recipe.zeroth, lr=0.0).replay(log)
     if tuned_digest(tuned) != made["after"]:
         raise UserError(f"{run}: its scalars do not lead to the model that it names: copy the folder again")
     pretrained.write_model(tuned, tokenizer, out)
     print(f"{out}: {len(log)} steps replayed, {tuned_digest(tuned)[:16]} as in the run")
 
 
-def main() -> None:
-    parse_options(replay, description=__doc__)
-
-
 if __name__ == "__main__":
-    launch(main)
+    launch(lambda: parse_options(replay, description=__doc__))

@@ -192,9 +192,9 @@ class Transformer(nn.Module):
 
     def __init__(self, dim: int, depth: int, heads: int, drop_path: float):
         # Imported here, because these take seconds, and --help needs only the settings above.
-        from training.prepared import prepare_torchvision
+        import training.prepared  # noqa: F401
 
-        prepare_torchvision()
+        # isort: split
         from timm.models.vision_transformer import Block
 
         super().__init__()
@@ -215,10 +215,6 @@ class MaskedAutoencoder(nn.Module):
     The encoder sees only visible patches. A lighter decoder gets its tokens, and one shared mask token for every hidden
     patch. Training draws masks from torch's global generator. Evaluations share one fixed mask, so that results depend
     neither on the batch nor on the rank.
-
-    Args:
-        points: Number of points of the clouds.
-        config: The settings.
     """
 
     def __init__(self, points: int, config: MaskedAutoencoderConfig):

@@ -40,11 +40,9 @@ OVERLAP = 0.1  # a digit is left out if a larger share of its pixels would cover
 
 
 def digits_on_photos(split: str, n: int) -> tuple[Bytes, Bytes]:
-    """Returns scenes with 1 to 4 digits each on a crop of a photograph, the same for equal arguments.
+    """Returns n scenes with 1 to 4 digits each on a crop of a photograph, the same for equal arguments.
 
-    Args:
-        split: "train" or "val". The splits use different digits and different parts of the photographs.
-        n: Number of scenes.
+    The splits "train" and "val" use different digits and different parts of the photographs.
 
     Returns:
         Images, uint8 [n, SIDE, SIDE, 3] RGB, and masks, uint8 [n, SIDE, SIDE], with 0 for background and d + 1 for

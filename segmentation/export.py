@@ -23,9 +23,8 @@ from training.weights.export import Exporter, export_run
 
 def example(recipe: SegmentationRecipe, model: nn.Module) -> Any:
     size = CROP[recipe.dataset]
-    return lambda x: model.encode_decode(x, [{"img_shape": size}]), torch.zeros(
-        2, 3, *size
-    )  # normalized images to logits
+    images = torch.zeros(2, 3, *size)  # normalized
+    return lambda x: model.encode_decode(x, [{"img_shape": size}]), images
 
 
 def test_config(recipe: SegmentationRecipe) -> dict[str, Any]:

@@ -41,10 +41,7 @@ class SegmentationMetric:
         """Returns mIoU, mAcc, aAcc and IoU/CLASS in percent.
 
         The averages leave out classes that appear in neither predictions nor labels. Such a class has no IoU/CLASS
-        entry.
-
-        Args:
-            over_workers: Sums a tensor over the workers. All workers must call it.
+        entry. `over_workers` sums a tensor over the workers, which must all call it.
         """
         areas = over_workers(self.areas.clone())
         values = IoUMetric.total_area_to_metrics(*areas.cpu(), ["mIoU"])
@@ -66,12 +63,8 @@ def side_by_side(
 ) -> Figure:
     """Draws image, labels and prediction side by side, over a legend of their classes. Ignored pixels are black.
 
-    Args:
-        image: uint8 [3, h, w] BGR, of any size.
-        label: Integer class map [h, w].
-        prediction: Integer class map [h, w].
-        classes: Names of the classes.
-        palette: An RGB color for each class.
+    The image is uint8 [3, H, W] BGR, of any size. Label and prediction are integer class maps [h, w]. The palette has
+    an RGB color for each class.
     """
     from matplotlib.figure import Figure  # imported here, because it is slow
     from matplotlib.patches import Patch

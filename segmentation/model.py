@@ -69,19 +69,16 @@ RESIZED = re.compile(r"pos_embed|.*\.relative_position_bias_table")  # mmseg res
 
 
 @CheckpointLoader.register_scheme(prefixes=SCHEME)
-def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:
-    """Returns the weights in a file, as {name in mmseg: tensor}, or the backbone's weights of a segmentor or
-    classifier.
+def load_backbone(name: str, map_location: Any = None) -> Mapping[str, Tensor]:  # noqa: ARG001
+    """Returns the weights in a file, as {name in mmseg: tensor}, or a segmentor's or classifier's backbone's.
 
-    Args:
-        name: The file's name, after SCHEME.
-        map_location: See torch.load.
+    The file's name comes after SCHEME. mmengine gives "cpu" as map_location.
 
     Raises:
         UserError: If the file holds no weights, or content that could run code.
     """
     path = find_backbone(name.removeprefix(SCHEME))
-    state = file_weights(path, "pretrained", map_location)
+    state = file_weights(path, "pretrained")
     parts = {match[0] for match in map(re.compile(r"(.*?\.)??backbone\.").match, state) if match}
     if len(parts) > 1:
         raise UserError(f"pretrained={path}: holds several backbones, {', '.join(sorted(parts))}: keep one in a file")
@@ -111,7 +108,7 @@ def find_backbone(name: str) -> Path:
 
 def check_backbone(name: str, wanted: Mapping[str, Tensor]) -> None:
     """Raises UserError if the checkpoint is of another network. mmengine would only warn."""
-    found = load_backbone(name, "cpu")
+    found = load_backbone(name)
     shape = lambda key, tensor: tensor.shape[-1:] if RESIZED.fullmatch(key) else tensor.shape  # noqa: E731
     missing = [key for key in wanted if key not in found and not ADDED.fullmatch(key)]
     more = [key for key in found if key not in wanted and not UNUSED.fullmatch(key)]
@@ -227,12 +224,7 @@ def upernet(
 ) -> Config:
     """Returns the config of UPerNet with an FCN auxiliary head (loss weight 0.4), from mmseg's base model.
 
-    Args:
-        name: The backbone.
-        num_classes: Number of classes.
-        crop: Height and width of training images.
-        norm: Type of BatchNorm.
-        pretrained: File of the backbone's weights, see find_backbone.
+    `crop` is the height and width of training images. find_backbone finds the file of the backbone's weights.
     """
     b = BACKBONES[name]
     config: Config = ConfigFile.fromfile(BASES / f"{b.base}.py").model.to_dict() | {"pretrained": None}

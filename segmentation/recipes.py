@@ -148,16 +148,8 @@ def camvid_small() -> SegmentationRecipe:
     With --no_recommended, an outer momentum of 0.5 and one seed we measured a mIoU of 32.8 % on the validation split
     and 28.5 % on the test split. Pixel accuracy was 78.0 and 73.3 %.
     """
-    return SegmentationRecipe(
-        dataset="camvid",
-        epochs=40,
-        batch_size=16,
-        optim=OptimConfig("adamw", lr=4e-3, weight_decay=0.01, schedule="poly", warmup_steps=22),
-        co2=CO2Config(tau=8, outer_momentum=0.0),  # the default of the authors' class for up to 16 GPUs
-        recommended=True,
-        eval_every=10,
-        checkpoint_every=10,
-    )
+    small = digits_small()
+    return replace(small, dataset="camvid", epochs=40, batch_size=16, optim=replace(small.optim, warmup_steps=22))
 
 
 _ALL = (

@@ -98,9 +98,8 @@ def train_config() -> None:
         hook: dict[str, Any] = {"type": "CO2Hook", "method": given.method, "tau": given.tau, "timeout": given.timeout}
         hook["sync_bn"] = "node" if given.sync_bn == "node" else "convert"
         config.custom_hooks = [*config.get("custom_hooks", []), hook]
-    if (
-        given.sync_bn == "convert" or given.test is not None
-    ):  # before mmengine wraps the model in DDP, which refuses SyncBN on a CPU
+    # before mmengine wraps the model in DDP, which refuses SyncBN on a CPU
+    if given.sync_bn == "convert" or given.test is not None:
         changed(config.model, lambda key, value: "BN" if (key, value) == ("type", "SyncBN") else value)
     if given.dry_run:
         return dry_run(config, given)

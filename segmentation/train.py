@@ -93,15 +93,7 @@ def train(run: Run, recipe: SegmentationRecipe, train_set: Scenes, eval_sets: di
 def backward(
     run: Run, recipe: SegmentationRecipe, model: nn.Module, wrapped: nn.Module, images: Tensor, labels: list[Any]
 ) -> Scalars:
-    """Adds the gradient of this worker's average loss.
-
-    Args:
-        run: The run.
-        recipe: Its recipe.
-        model: The model.
-        wrapped: The model to call.
-        images: Normalized images, [b, 3, h, w].
-        labels: mmseg's SegDataSamples.
+    """Adds the gradient of this worker's average loss over normalized images [b, 3, h, w] and mmseg's SegDataSamples.
 
     Returns:
         train_loss and train_aAcc (percent of the pixels).

@@ -14,10 +14,7 @@ def require(extra: str, *packages: str) -> None:
 def refuse_both(forks: dict[str, str]) -> None:
     """Ends the program with one line and status 2 if a package is installed together with its fork of the same name.
 
-    The two overwrite each other's files.
-
-    Args:
-        forks: Name of each package -> name of its fork.
+    The two overwrite each other's files. `forks` maps a package's name to its fork's.
     """
     if both := [name for name, fork in forks.items() if _installed(name) and _installed(fork)]:
         ours = " ".join(forks[name] for name in both)

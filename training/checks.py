@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -31,57 +30,30 @@ RESERVE = 1.5 * GIB
 COPIES = {"ddp": 0, "local": 1, "slowmo": 3, "overlap_local": 3, "co2": 3, "diloco": 3, "zo": 1}
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on each GPU, by use.
-
-    Attributes:
-        parameters: The model's parameters, and their running average.
-        gradients: Their gradients.
-        optimizer: State of the inner optimizer.
-        method: State of the method.
-        buckets: DDP's copy of the gradients.
-        gathered: Whole parameters and gradients that FSDP2 holds at once.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    method: float
-    buckets: float
-    gathered: float
-
-    @property
-    def total(self) -> float:
-        """All bytes with RESERVE."""
-        return sum(vars(self).values()) + RESERVE
-
-
 def size_of(params: Iterable[Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in params)
 
 
-def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> Memory:
-    """Returns the memory of one of `world_size` workers.
+def estimate(recipe: Recipe, model: nn.Module, world_size: int) -> dict[str, float]:
+    """Returns the bytes of each part of the memory of one of `world_size` workers.
 
-    Args:
-        recipe: The run's recipe.
-        model: The whole model, which may be on the meta device.
-        world_size: Number of workers.
+    parameters includes their running average, method is the method's state, and buckets is DDP's copy of the gradients.
+    The whole model may be on the meta device.
     """
     node = recipe.per_node or local_world_size()
     size, trained = size_of(model.parameters()), size_of(p for p in model.parameters() if p.requires_grad)
     parts = node if recipe.zero >= 2 else 1
     zeroth_order = recipe.method == "zo"
     synchronizes = world_size > 1 and recipe.zero < 2 and (recipe.method == "ddp" or node > 1)
-    return Memory(
-        parameters=streamed(model) if zeroth_order and recipe.offload else size / parts * (1 + bool(recipe.ema)),
-        gradients=0.0 if zeroth_order else trained / parts,
-        optimizer=moments(recipe) * trained / (node if recipe.zero else 1),
-        method=held(recipe, model, node, world_size),
-        buckets=trained if synchronizes and not zeroth_order else 0.0,
-        gathered=gathered(recipe, model),
-    )
+    return {
+        "parameters": streamed(model) if zeroth_order and recipe.offload else size / parts * (1 + bool(recipe.ema)),
+        "gradients": 0.0 if zeroth_order else trained / parts,
+        "optimizer": moments(recipe) * trained / (node if recipe.zero else 1),
+        "method": held(recipe, model, node, world_size),
+        "buckets": trained if synchronizes and not zeroth_order else 0.0,
+        "gathered": gathered(recipe, model),
+        "reserve": RESERVE,
+    }
 
 
 def moments(recipe: Recipe) -> int:
@@ -90,16 +62,10 @@ def moments(recipe: Recipe) -> int:
 
 
 def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
-    """Returns the bytes of the method's state on one worker.
+    """Returns the bytes of the method's state on one of `workers` workers, of which `node` synchronize every step.
 
     Error feedback keeps one copy of the errors, and 1/n of a copy (elastic: 2/n) for the part that this worker
     averages. L-GreCo keeps two more copies.
-
-    Args:
-        recipe: The run's recipe.
-        model: The whole model.
-        node: Number of workers that synchronize every step.
-        workers: Number of all workers.
     """
     trained = size_of(p for p in model.parameters() if p.requires_grad)
     method, trained = recipe.method, trained / (node if recipe.zero >= 2 else 1)
@@ -127,10 +93,7 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
 def held_of_share(recipe: Recipe, parts: int, nodes: int) -> float:
     """Returns the copies of a rank's parameters that CO2 holds on a node or with --shard (core/shares.py).
 
-    Args:
-        recipe: The run's recipe.
-        parts: Number of shares of a payload in a node.
-        nodes: Number of nodes.
+    A payload has `parts` shares in each of the nodes.
     """
     c, share, own = recipe.co2, 1 / parts, 1 / parts / (nodes if recipe.shard else 1)
     paper = c.merge != "keep_local" and c.is_a_round_late
@@ -170,13 +133,9 @@ def streamed(model: nn.Module) -> float:
 
 
 def checkpoint_bytes(recipe: Recipe, trained: float, workers: int, node: int) -> float:
-    """Returns the bytes of a checkpoint. Equal tensors are written once, whichever workers hold them.
+    """Returns the bytes of a checkpoint of `trained` bytes of trained parameters.
 
-    Args:
-        recipe: The run's recipe.
-        trained: Bytes of the trained parameters.
-        workers: Number of workers.
-        node: Number of workers that synchronize every step.
+    Equal tensors are written once, whichever workers hold them. In every step, `node` workers synchronize.
     """
     apart = 1 if recipe.method in ("ddp", "zo") else workers // node  # sets of workers with their own optimizer state
     c, co2 = recipe.co2, recipe.method == "co2"
@@ -192,16 +151,16 @@ def checkpoint_bytes(recipe: Recipe, trained: float, workers: int, node: int) ->
     return trained * (apart * (moments(recipe) + keeps) + shared)
 
 
-def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
+def lines(memory: dict[str, float], recipe: Recipe) -> Iterator[str]:
     """Yields a line with the bytes of each part, and a warning if they exceed recipe.gpu_gb."""
-    gb = {name: f"{value / GIB:.1f}" for name, value in vars(memory).items()}
-    more = "".join(f", {what} {gb[what]}" for what in ("buckets", "gathered") if getattr(memory, what))
+    total = sum(memory.values())
+    gb = {name: f"{value / GIB:.1f}" for name, value in memory.items()}
+    more = "".join(f", {what} {gb[what]}" for what in ("buckets", "gathered") if memory[what])
     yield (
-        f"{memory.total / GIB:.1f} GiB a GPU and activations: parameters {gb['parameters']}, gradients "
-        f"{gb['gradients']}, optimizer {gb['optimizer']}, {recipe.method} {gb['method']}{more}, "
-        f"{RESERVE / GIB:.1f} for CUDA"
+        f"{total / GIB:.1f} GiB a GPU and activations: parameters {gb['parameters']}, gradients {gb['gradients']}, "
+        f"optimizer {gb['optimizer']}, {recipe.method} {gb['method']}{more}, {gb['reserve']} for CUDA"
     )
-    if recipe.gpu_gb is not None and memory.total > recipe.gpu_gb * GIB:
+    if recipe.gpu_gb is not None and total > recipe.gpu_gb * GIB:
         yield (
             f"warning: gpu_gb={recipe.gpu_gb:g} is less: a higher --zero needs less, as do --accumulate, --recompute, "
             "--shard of co2, --offload of co2 and zo, compression.format float32, and of co2 merge restart"
@@ -212,17 +171,10 @@ def lines(memory: Memory, recipe: Recipe) -> Iterator[str]:
 
 
 def check_start(recipe: Recipe, workers: int | None) -> int:
-    """Refuses settings that do not work with this number of workers.
-
-    Args:
-        recipe: The run's recipe.
-        workers: Number of workers, or None if it is not known yet.
+    """Refuses settings that do not work with this number of workers (None: not known yet).
 
     Returns:
         The number of samples of each worker in a step.
-
-    Raises:
-        UserError: Names the setting, and a remedy.
     """
     many = workers or 1
     share = per_worker(recipe.batch_size, recipe.data_workers(many))
@@ -260,12 +212,7 @@ def check_batch_norm(recipe: Recipe, model: nn.Module, workers: int) -> None:
 
 
 def dry_run(recipe: R, build_model: Callable[[R], nn.Module]) -> None:
-    """Prints the resolved recipe, and its memory and checkpoints, without allocating the model.
-
-    Args:
-        recipe: The run's recipe.
-        build_model: Returns the recipe's model.
-    """
+    """Prints the resolved recipe, and its memory and checkpoints, without allocating the model."""
     workers = world_size()
     share = check_start(recipe, workers if "WORLD_SIZE" in os.environ else None)
     if recipe.link_mbit is not None:  # else a login node without the recipe's GPUs will do

@@ -53,11 +53,7 @@ class Layout:
 
     @classmethod
     def parse(cls, name: str) -> Layout:
-        """Reads a name, with axes in any order. Axes of size 1 may be omitted.
-
-        Raises:
-            UserError: If the name is invalid, or its pipeline cannot run.
-        """
+        """Reads a name, with axes in any order. Axes of size 1 may be omitted. Raises UserError if it is invalid."""
         sizes: dict[str, int] = {}
         for part in name.replace("fsdp", "zero3").split("."):
             found = re.fullmatch(r"(tp|pp|dp|v|mb|zero|co2x)(\d{1,7})", part)

@@ -82,11 +82,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Returns the optimizer of the trainable parameters.
 
-    Args:
-        model: The model.
-        config: The optimizer's settings.
-        groups: Parameter groups in torch's form. "muon": True marks groups for Muon. The default is two groups, with
-            and without weight decay.
+    `groups` are parameter groups in torch's form, where "muon": True marks groups for Muon. The default is two groups,
+    with and without weight decay.
     """
     if config.layer_decay is not None:
         groups = layer_groups(model, config)
@@ -167,13 +164,20 @@ class MuonAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def decay_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Returns the trainable parameters in two groups, with and without weight decay. undecayed=None is timm's rule."""
+def decay_groups(
+    model: nn.Module, config: OptimConfig, usual: Callable[[str, Tensor], bool] | None = None
+) -> list[dict[str, Any]]:
+    """Returns the trainable parameters in two groups, with and without weight decay.
+
+    `usual` says whether a parameter decays if undecayed is None. The default is timm's rule.
+    """
     spared = getattr(model, "no_weight_decay", set)()
 
     def decays(name: str, p: Tensor) -> bool:
         if config.undecayed is not None:
             return not any(part in name for part in config.undecayed)
+        if usual is not None:
+            return usual(name, p)
         return p.ndim >= 2 and not any(fnmatch(name, pattern) for pattern in spared)
 
     trainable = [(p, decays(name, p)) for name, p in model.named_parameters() if p.requires_grad]
@@ -240,14 +244,10 @@ def backward_in_parts(
     part_of: Callable[[Any], Scalars],
     scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> Scalars:
-    """Computes the gradient of the loss over all parts of this worker's batch.
+    """Computes the gradient of the loss over all parts of this worker's batch. `scaled` scales each loss for it.
 
-    Args:
-        wrapped: The model to train.
-        parts: The parts of the batch.
-        part_of: Runs the forward pass of a part and returns 0-d scalars, "train_loss" first. Each scalar is weighted by
-            the part's share of the batch, so that the sums are averages over the batch.
-        scaled: Scales the loss for the backward pass.
+    `part_of` runs the forward pass of a part and returns 0-d scalars, with a "train_loss". Each is weighted by the
+    part's share of the batch, so that the sums are averages over the batch.
 
     Returns:
         The scalars, summed over the parts.

@@ -214,9 +214,7 @@ class Recipe(OfMethods):
     def interval(self, name: str, epoch: int) -> tuple[int, float]:
         """Returns the steps and the minutes of eval_every or checkpoint_every, one of which is 0.
 
-        Args:
-            name: Name of the option.
-            epoch: Steps of an epoch.
+        An epoch has `epoch` steps.
         """
         value = getattr(self, name)
         found = re.fullmatch(r"(-?[\d.]+(?:e[+-]?\d+)?)(epochs|steps|minutes|)", str(value))
@@ -344,14 +342,10 @@ def refuse_unused(recipe: Recipe, default: Recipe) -> None:
         raise UserError(f"co2.tau_max={most} limits only tau auto, and co2.tau is {recipe.co2.tau}: leave one out")
 
 
-def released_momentum(workers: int) -> float:
-    """Returns the outer momentum that the authors' release sets for so many workers."""
-    return next(beta for limit, beta in ((16, 0.0), (32, 0.2), (64, 0.5), (float("inf"), 0.6)) if workers <= limit)
-
-
 def momentum_note(recipe: Recipe, workers: int) -> str:
     """Returns a note if CO2's outer momentum differs from the default of the authors' release, or ""."""
-    c, usual = recipe.co2, released_momentum(workers)
+    of_release = (16, 0.0), (32, 0.2), (64, 0.5), (math.inf, 0.6)  # for so many workers at most
+    c, usual = recipe.co2, next(momentum for most, momentum in of_release if workers <= most)
     as_released = recipe.method == "co2" and workers > 1 and c.outer_lr == 1 and c.merge == "restart"
     if not as_released or c.outer_momentum == usual:
         return ""

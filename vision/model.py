@@ -23,13 +23,8 @@ def build_model(
 ) -> nn.Module:
     """Returns a randomly initialized classifier, from float [n, in_chans, size, size] to logits [n, num_classes].
 
-    Args:
-        name: A name in SMALL, for our models of timm's classes, or any of timm's names, such as resnet50 or
-            vit_base_patch16_224. timm's models fix their own image size.
-        num_classes: Number of classes.
-        in_chans: Number of input channels.
-        image_size: Side of the images, for SMALL.
-        drop_path: Rate of stochastic depth.
+    The name is in SMALL, for our models of timm's classes, or any of timm's names, such as resnet50 or
+    vit_base_patch16_224. timm's models fix their own image size. drop_path is the rate of stochastic depth.
 
     Raises:
         UserError: For an unknown name, a model that timm cannot build or that has no classes, or a model without

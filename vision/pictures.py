@@ -16,15 +16,9 @@ COLUMNS = 4
 
 
 def labelled(images: Tensor, labels: Tensor, predictions: Tensor, classes: Sequence[str]) -> Figure:
-    """Draws each image under its true and its predicted label, in red if they differ.
+    """Draws each image [n, c, h, w] under its true and its predicted label, int64 [n], in red if they differ.
 
-    Images are stretched to 0..1 and enlarged.
-
-    Args:
-        images: [n, c, h, w], with c 1 (gray) or 3.
-        labels: int64 [n].
-        predictions: int64 [n].
-        classes: Names of the classes.
+    Images have c 1 (gray) or 3. They are stretched to 0..1 and enlarged.
     """
     from matplotlib.figure import Figure  # imported here, because it is slow
 

@@ -111,12 +111,7 @@ def pack(documents: Sequence[Document]) -> Packed:
 def pack_share(
     documents: Sequence[Document], rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None
 ) -> Packed:
-    """This rank's part of a row whose documents are split.
-
-    Args:
-        documents: All documents of the row.
-        rings: For each document, the ranks of the group that hold it.
-        group: The island. None: all ranks.
+    """This rank's part of a row whose documents are split over rings of ranks of the island (None: of all ranks).
 
     Returns:
         The part, or a filler of one token if this rank holds nothing.
@@ -145,10 +140,7 @@ def _ends(documents: Sequence[Document]) -> Tensor:
 
 
 def attend_to_documents(model: nn.Module) -> None:
-    """Prepares a model for calls with `documents`.
-
-    Args:
-        model: A causal language model of transformers.
+    """Prepares a causal language model of transformers for calls with `documents`.
 
     Raises:
         UserError: If the model has its own kind of attention, or would mix the documents of a row.
@@ -246,14 +238,9 @@ MESSAGES = 3  # per hop and layer: keys and values in both passes, and their gra
 def island_of(
     recipe: TextRecipe, model: nn.Module, mesh: DeviceMesh, longest: int, autocast: AbstractContextManager[Any]
 ) -> tuple[dist.ProcessGroup, Island]:
-    """Measures the costs of an island, unless the recipe gives them. Every worker must call it.
+    """Measures the costs of an island of the mesh [islands, workers], unless the recipe gives them. A collective.
 
-    Args:
-        recipe: The settings.
-        model: The model, already prepared by attend_to_documents.
-        mesh: [islands, workers of an island].
-        longest: The most tokens of a document.
-        autocast: The precision of training.
+    attend_to_documents has prepared the model. A document has at most `longest` tokens.
 
     Returns:
         The workers over which documents are split, and their costs.
@@ -271,13 +258,9 @@ def island_of(
 
 
 def measured(model: nn.Module, group: dist.ProcessGroup, devices: int, tokens: int) -> tuple[float, ...]:
-    """Measures a layer. All ranks get the times of the slowest rank.
+    """Measures a layer with a row of so many tokens, on an island with so many devices per node.
 
-    Args:
-        model: The model.
-        group: The ranks of the island.
-        devices: Ranks per node.
-        tokens: Tokens of the row that is timed.
+    All ranks get the times of the slowest rank.
 
     Returns:
         The costs of an Island: seconds of a layer, forward and backward.
@@ -358,12 +341,7 @@ class Documents:
 def text_documents(tokens: np.ndarray, end: int, context: int) -> Documents:
     """The documents of a token file, without empty ones. Longer ones are cut into pieces of `context` tokens.
 
-    Each token except a document's first is predicted once.
-
-    Args:
-        tokens: The ids of the file.
-        end: The id that ends a document.
-        context: The most tokens of a piece.
+    Each token except a document's first is predicted once. The id `end` ends a document.
     """
     parts = range(0, len(tokens), SCANNED)
     ends = np.concatenate([at + 1 + np.flatnonzero(tokens[at : at + SCANNED] == end) for at in parts])
@@ -374,10 +352,9 @@ def text_documents(tokens: np.ndarray, end: int, context: int) -> Documents:
     begins, inputs = begins[inputs > 0], inputs[inputs > 0]
     if not len(inputs):
         raise UserError(f"{len(ends)} documents, all of them empty: give text")
-    lengths, pieces = cut(inputs, context), -(-inputs // context)
-    number = np.arange(len(lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    starts = np.repeat(begins, pieces) + context * number
-    longer, empty = int((pieces > 1).sum()), len(ends) - len(inputs)
+    lengths, document, start = cut(inputs, context)
+    starts = begins[document] + start
+    longer, empty = int((inputs > context).sum()), len(ends) - len(inputs)
     about = f"{len(inputs):,} documents, of which {longer:,} are longer than {context:,} tokens and are cut"
     about += f"; {empty:,} empty ones left out" if empty else ""
 
@@ -407,13 +384,7 @@ class Dealt:
 
     @classmethod
     def of(cls, recipe: TextRecipe, model: nn.Module, documents: Documents, run: Run | None = None) -> Dealt:
-        """Prepares the model and the documents of a run.
-
-        Args:
-            recipe: The settings.
-            model: Attends to documents from now on.
-            documents: The documents of the task.
-            run: With balance rings, its nodes are islands.
+        """Prepares the model, which attends to documents from now on. With balance rings, the run's nodes are islands.
 
         Raises:
             UserError: If there are too few documents, or the model or the precision does not fit.
@@ -467,13 +438,7 @@ class Dealt:
     ) -> Iterator[Rows]:
         """The rows of this worker, or island, for the steps from `start` to `total`.
 
-        Args:
-            recipe: The settings.
-            rank: The number of this worker or island.
-            workers: The number of workers or islands.
-            start: The first step.
-            total: The end of the last step.
-            ahead: Returns the number of steps to assign at once.
+        `ahead` returns the number of steps to assign at once.
         """
         d = self.documents
         full = d.lengths == d.lengths.max()
@@ -489,14 +454,10 @@ class Dealt:
             return pack(documents)
         return pack_share(documents, plan(_ends(documents), self.island), self.group)
 
-    def owners(self, numbers: np.ndarray, workers: int) -> np.ndarray:
-        """The worker of each document of a round, int64 [n]."""
-        lengths, targets = self.documents.lengths[numbers], self.documents.targets[numbers]
-        return deal(np.stack([targets, cost(lengths, self.crossing)], axis=1), workers)
-
     def _round(self, numbers: np.ndarray, steps: int, rows: int, rank: int, workers: int) -> Iterator[Rows]:
-        d, mine = self.documents, numbers[self.owners(numbers, workers) == rank]
-        lengths = d.lengths
+        d, lengths = self.documents, self.documents.lengths
+        loads = np.stack([d.targets[numbers], cost(lengths[numbers], self.crossing)], axis=1)
+        mine = numbers[deal(loads, workers) == rank]
         predicted = max(float(d.targets[numbers].sum()) / (steps * workers), 1.0) / self.island_size
         of_step = into_parts(lengths[mine], steps)
         for step in range(steps):

@@ -105,11 +105,7 @@ def layer_seconds(lengths: Sequence[int], rings: Sequence[Ring], island: Island)
 
 
 def plan(documents: Tensor, island: Island) -> list[Ring]:
-    """Assigns a ring to each document.
-
-    Args:
-        documents: Cumulative lengths, int64 [documents + 1].
-        island: The devices and their costs.
+    """Assigns a ring to each document, from their cumulative lengths, int64 [documents + 1].
 
     Returns:
         For each document the ranks that hold it. A rank may get no token.

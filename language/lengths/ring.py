@@ -138,12 +138,7 @@ class Shares:
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, shares: Shares) -> Tensor:
     """Causal attention inside each document. A collective of all ranks on rings, forward and backward.
 
-    Args:
-        q, k, v: [tokens, heads, width] of this rank's tokens.
-        shares: The documents of the step.
-
-    Returns:
-        [tokens, heads, width].
+    q, k, v and the result are [tokens, heads, width] of this rank's tokens.
     """
     assert len(q) == len(shares.indices), "take the tokens at shares.indices"
     return _RingAttention.apply(q, k, v, shares)  # type: ignore[no-any-return]

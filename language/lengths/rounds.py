@@ -14,13 +14,16 @@ from training.data.samples import generator
 Lengths = np.ndarray  # int64 [documents], tokens
 
 
-def cut(lengths: Lengths, longest: int) -> Lengths:
-    """Lengths after longer documents are cut into pieces of `longest` tokens and a rest."""
-    whole, rest = np.divmod(lengths, longest)
-    pieces = np.full(int(whole.sum() + (rest > 0).sum()), longest)
-    last = np.cumsum(whole + (rest > 0)) - 1
-    pieces[last[rest > 0]] = rest[rest > 0]
-    return pieces
+def cut(lengths: Lengths, longest: int) -> tuple[Lengths, np.ndarray, np.ndarray]:
+    """Cuts longer documents into pieces of `longest` tokens and a rest.
+
+    Returns:
+        The length of each piece, the number of its document, and where it begins there, int64 [pieces].
+    """
+    pieces = -(-lengths // longest)
+    document = np.repeat(np.arange(len(lengths)), pieces)
+    start = longest * (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces))
+    return np.minimum(longest, lengths[document] - start), document, start
 
 
 # -- the documents of a round -----------------------------------------------------------------------------------------
@@ -32,14 +35,9 @@ TOLERANCE = 0.004  # share of a worker's load within which exchanges stop
 
 
 def cost(lengths: np.ndarray, crossing: float) -> np.ndarray:
-    """The work of documents, s^2 + crossing s, in arbitrary units.
+    """The work of documents, s^2 + crossing s, in arbitrary units, float64 [n].
 
-    Args:
-        lengths: int64 [n].
-        crossing: The length at which attention costs as much as the rest.
-
-    Returns:
-        float64 [n].
+    At the length `crossing` attention costs as much as the rest.
     """
     return lengths.astype(np.float64) * (lengths + crossing)
 
@@ -98,14 +96,10 @@ class Order:
 
 
 def deal(shares: np.ndarray, workers: int) -> np.ndarray:
-    """Assigns documents so that all workers get equal sums of every column.
+    """Assigns documents so that all workers get equal sums of every column of `shares`, float64 [n, k].
 
-    The next largest documents go to one worker each, the largest to the worker with the smallest load. Then workers
-    exchange documents as long as that helps.
-
-    Args:
-        shares: The columns, such as tokens and costs, float64 [n, k].
-        workers: The number of workers.
+    The columns are such as tokens and costs. The next largest documents go to one worker each, the largest to the
+    worker with the smallest load. Then workers exchange documents as long as that helps.
 
     Returns:
         The worker of each document, int64 [n].

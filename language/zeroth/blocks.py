@@ -30,8 +30,6 @@ class BlockStream(ScratchCopy):
     Losses and updates equal ScratchCopy's, bit for bit.
 
     Args:
-        model: The model.
-        weights: Its trained parameters.
         blocks: Modules that the model calls one after another, in this order, in every forward pass.
         device: Where to compute. None: where the model is. Tensors outside the blocks move there.
     """

@@ -21,16 +21,9 @@ if TYPE_CHECKING:
 
 
 def of_run(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, blocks: Sequence[nn.Module]) -> ZerothOrder:
-    """The method of a run.
+    """The method of a run. The optimizer lends its learning rate.
 
-    Args:
-        run: The run, with its recipe.
-        model: The model.
-        optimizer: Lends its learning rate.
-        blocks: The model's blocks in the order of calls, for offload.
-
-    Raises:
-        UserError: If the recipe asks for offload and there are no blocks.
+    Offload needs the model's blocks in the order of calls. UserError if there are none.
     """
     r = run.recipe
     # the optimizer never steps, so torch's schedules would warn

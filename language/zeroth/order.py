@@ -22,7 +22,6 @@ import contextlib
 import hashlib
 import json
 import math
-import struct
 import time
 import warnings
 from array import array
@@ -33,6 +32,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from core.buckets import is_dtensor
@@ -58,39 +59,27 @@ class ZerothConfig:
     """Distance along z at which the loss is measured. The default is MeZO's."""
     seed: int = 0
     """Seed of z, which depends only on (seed, step, tensor, position in the tensor)."""
-    pairs: bool | None = None
-    """Ranks 2 i and 2 i + 1 use the same data, one at W + eps z, one at W - eps z. Without pairs every worker measures
-    both. None: pairs if the number of workers is even."""
 
     def __post_init__(self) -> None:
         require(self, is_number(self.eps) and 0 < self.eps < math.inf, "eps", "give a number above 0, such as 1e-3")
         seeds = type(self.seed) is int and 0 <= self.seed < 1 << 63
         require(self, seeds, "seed", "give a whole number from 0 to 2^63 - 1")
-        require(self, self.pairs in (None, True, False), "pairs", "give True, False or None")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The part of a step that worker `rank` measures, on a mesh [data groups, 2 if `pairs` else 1]."""
+    """The part of a step that worker `rank` of `workers` measures."""
 
     rank: int
     workers: int
-    pairs: bool
 
-    @classmethod
-    def make(cls, rank: int, workers: int, config: ZerothConfig) -> Place:
-        """The place of a worker.
+    @property
+    def pairs(self) -> bool:
+        """Whether ranks 2 i and 2 i + 1 use the same data, one at W + eps z and one at W - eps z.
 
-        Raises:
-            UserError: If the workers must form pairs, and their number is odd.
+        An odd number of workers forms no pairs, so each measures both.
         """
-        pairs = workers % 2 == 0 if config.pairs is None else config.pairs
-        if pairs and workers % 2:
-            raise UserError(
-                f"pairs=True with {workers} worker{'s' * (workers > 1)}: a pair is two, start an even number of them, "
-                "or leave pairs out"
-            )
-        return cls(rank, workers, pairs)
+        return self.workers % 2 == 0
 
     @property
     def data_workers(self) -> int:
@@ -121,7 +110,7 @@ class Place:
         """
         sums, samples = [0.0, 0.0], [0.0, 0.0]
         for rank, (*losses, count) in enumerate(row[:NUMBERS] for row in rows):
-            for side in ((1 - sign) // 2 for sign in Place(rank, self.workers, self.pairs).signs):
+            for side in ((1 - sign) // 2 for sign in Place(rank, self.workers).signs):
                 sums[side] += losses[side]
                 samples[side] += count
         for plus in range(0, self.workers, 2) if self.pairs else ():
@@ -140,13 +129,8 @@ def exchange(
 ) -> tuple[list[list[float]], int, float]:
     """Sends a worker's numbers to all workers.
 
-    gloo's all-to-all needs one hop, its all-gather n - 1, and its all-reduce 2 (n - 1).
-
-    Args:
-        row: This worker's numbers, equally many on all workers.
-        step: The number of the step, for error messages.
-        group: The workers. None: one worker.
-        link: An emulated slow link.
+    gloo's all-to-all needs one hop, its all-gather n - 1, and its all-reduce 2 (n - 1). All workers have equally many
+    numbers. Without a group there is one worker.
 
     Returns:
         Every worker's numbers in rank order, the bytes that this worker sent, and the seconds that it waited.
@@ -172,17 +156,8 @@ def exchange(
 # -- the log, from which a run's weights follow -----------------------------------------------------------------------
 
 
-_FORMAT = "co2 zeroth-order scalars 2"
-
-
 class Update(NamedTuple):
-    """W <- W - lr g z, with the z of that step.
-
-    Attributes:
-        step: The number of the step, from 0.
-        lr: The learning rate.
-        g: The projected gradient.
-    """
+    """W <- W - lr g z, with the z of step 0, 1, ..., and the projected gradient g."""
 
     step: int
     lr: float
@@ -235,10 +210,10 @@ class ScalarLog:
         return self.updates(len(known))
 
     def save(self, path: str | Path) -> None:
-        """Writes a line of JSON, then the numbers in little-endian float64."""
-        header = {"format": _FORMAT, "steps": len(self), **self.state_dict()}
-        numbers = header.pop("g")
-        Path(path).write_bytes(json.dumps(header).encode() + b"\n" + struct.pack(f"<{len(numbers)}d", *numbers))
+        """Writes g as a float64 tensor of a safetensors file, whose metadata have all else."""
+        rest = self.state_dict()
+        g = torch.tensor(rest.pop("g"), dtype=torch.float64)
+        Path(path).write_bytes(serialize({"g": g}, {"rest": json.dumps(rest)}))
 
     @classmethod
     def load(cls, path: str | Path) -> ScalarLog:
@@ -247,17 +222,13 @@ class ScalarLog:
         Raises:
             UserError: If it is another file, or is cut short.
         """
-        line, _, numbers = Path(path).read_bytes().partition(b"\n")
         try:
-            header = json.loads(line)
-            known = header["format"] == _FORMAT and len(numbers) == 8 * header["steps"]
-            log = cls.from_state(header | {"g": []})
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            known, log = False, cls(0)
-        if not known:
-            raise UserError(f"{path} is no whole list of a zeroth-order run's scalars: give a file of ScalarLog.save")
-        log.g.extend(struct.unpack(f"<{len(numbers) // 8}d", numbers))
-        return log
+            with safe_open(path, "pt") as file:
+                return cls.from_state(json.loads(file.metadata()["rest"]) | {"g": file.get_tensor("g").tolist()})
+        except Exception:  # the library raises an error of its own
+            raise UserError(
+                f"{path} is no whole list of a zeroth-order run's scalars: give a file of ScalarLog.save"
+            ) from None
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "lrs": self.lrs, "g": list(self.g)}
@@ -306,10 +277,7 @@ class Weights:
     """The trained parameters of a model, tied weights once.
 
     Attributes:
-        names: Their names.
-        params: The parameters.
         numbers: From a parameter's id to its index, which is its tensor number in Noise.
-        noise: Draws z.
     """
 
     def __init__(self, model: nn.Module, config: ZerothConfig):
@@ -371,12 +339,7 @@ Loss = Callable[[nn.Module], Tensor | float]
 
 
 class ScratchCopy:
-    """Keeps all weights on their device, with one copy to perturb. Applies each update at once.
-
-    Args:
-        model: The model.
-        weights: Its trained parameters.
-        params: The parameters to perturb and update. None: all trained parameters.
+    """Keeps the weights of `params` (None: all) on their device, with one copy to perturb. Applies each update at once.
 
     Attributes:
         pending: The deferred updates, none here.
@@ -471,7 +434,7 @@ class ZerothOrder(Loop):
         self.model, self.config, self.lr = model, config or ZerothConfig(), lr
         self._timeout, self._link, self._requests = timeout, link, requests or Requests()
         rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.place = Place.make(rank, workers, self.config)
+        self.place = Place(rank, workers)
         self.group: dist.ProcessGroup | None = None
         if workers > 1:  # a gloo group only for scalars, whose members can find a failed worker
             self.group = new_group(None, timeout, torch.device("cpu"), backend="gloo")
@@ -584,7 +547,7 @@ class ZerothOrder(Loop):
     def state_dict(self) -> dict[str, Any]:
         """The state without the model's weights, equal on all workers. Save the weights at the same time."""
         return {
-            "config": self._lasting(),
+            "config": asdict(self.config),
             "pending": [tuple(update) for update in self._forward.pending],
             "log": self.log.state_dict(),
         }
@@ -595,16 +558,12 @@ class ZerothOrder(Loop):
         Raises:
             UserError: If the checkpoint has other settings.
         """
-        here = self._lasting()
+        here = asdict(self.config)
         if changed := [f"{k}={v!r}, here {here.get(k)!r}" for k, v in state["config"].items() if here.get(k) != v]:
             raise UserError(f"the checkpoint has {', '.join(changed)}: resume with its settings")
         self.log = ScalarLog.from_state(state["log"])
         for update in state["pending"]:
             self._forward.apply(Update(*update))
-
-    def _lasting(self) -> dict[str, Any]:
-        """The settings that a resumed run must share. pairs may change."""
-        return asdict(self.config) | {"pairs": None}
 
     @torch.no_grad()
     def replay(self, log: ScalarLog) -> None:

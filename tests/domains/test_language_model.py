@@ -29,6 +29,7 @@ from language.recipes import gpt2_pydoc_small, roberta_pydoc_small
 from language.train import backward, make_model, make_objective
 from language.transnormer import LRPE, chunked_attention, decay_slopes
 from training.loop.run import Run
+from training.optim import OptimConfig
 
 TINY = ["gpt2_tiny", "roberta_tiny", "transnormer_tiny"]
 CPU = torch.device("cpu")
@@ -116,7 +117,7 @@ def test_lrpe_products_depend_on_the_distance_alone_and_decay_is_fast_in_low_lay
 @pytest.mark.parametrize("name", TINY)
 def test_weight_decay_reaches_matrices_only(name):
     model = _tiny(name)
-    decayed, others = decay_groups(model, 0.1)
+    decayed, others = decay_groups(model, OptimConfig("adamw", weight_decay=0.1))
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     names = {id(p): n for n, p in model.named_parameters()}
     grouped = [id(p) for group in (decayed, others) for p in group["params"]]
@@ -130,7 +131,7 @@ def test_weight_decay_reaches_matrices_only(name):
 def test_frozen_parameters_are_in_no_group():
     model = _tiny("gpt2_tiny")
     model.transformer.wte.requires_grad_(False)
-    grouped = [p for group in decay_groups(model, 0.1) for p in group["params"]]
+    grouped = [p for group in decay_groups(model, OptimConfig("adamw", weight_decay=0.1)) for p in group["params"]]
     assert len(grouped) == len(list(model.parameters())) - 1
 
 

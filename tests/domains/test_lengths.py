@@ -65,7 +65,7 @@ def drawn(n: int = 400, longest: int = 64, seed: int = 0) -> list[int]:
 
 
 def order_of(workers: int, seed: int = 0) -> rounds.Order:
-    lengths = rounds.cut(np.array(drawn()), 64)
+    lengths, *_ = rounds.cut(np.array(drawn()), 64)
     return rounds.Order(lengths, 512, lengths == 64, seed=seed, workers=workers)
 
 
@@ -102,7 +102,7 @@ def wait(loads: np.ndarray) -> float:
 )
 def test_a_round_is_even_in_work_and_in_tokens(law: Callable[..., np.ndarray], longest: int, workers: int):
     """The marks: a mean wait of 1 % at tau 24 and 3 % at tau 6, tokens within 1 % at tau 24."""
-    lengths = rounds.cut(draw(law, 200_000, 0), longest)
+    lengths, *_ = rounds.cut(draw(law, 200_000, 0), longest)
     step, full = workers * max(longest, 8192), lengths == longest
     held, as_they_come = (rounds.Order(lengths, step, of, seed=0, workers=workers) for of in (full, full & False))
     for tau, most in ((24, 0.01), (6, 0.03)):
@@ -121,7 +121,7 @@ def test_a_round_is_even_in_work_and_in_tokens(law: Callable[..., np.ndarray], l
 
 
 def test_exchanges_even_out_what_the_first_deal_leaves_and_a_workers_steps_are_filled_alike():
-    lengths = rounds.cut(draw(github_like, 700, 1), 32768)
+    lengths, *_ = rounds.cut(draw(github_like, 700, 1), 32768)
     shares = np.stack([lengths, rounds.cost(lengths, 9216)], axis=1)
     owner = rounds.deal(shares, 16)
     loads = np.stack([np.bincount(owner, column, 16) for column in shares.T])

@@ -95,37 +95,31 @@ def expected(config: ZerothConfig, steps: int) -> list[Tensor]:
     return weights
 
 
-def on_mesh(rank: int, world_size: int, configs: list[ZerothConfig]) -> list[tuple[list[str], list]]:
-    found = []
-    for number, config in enumerate(configs):
-        model = Net()
-        if rank:
-            model.back.bias.data.fill_(rank)  # rank 0's are taken
-        zo = ZerothOrder(model, config, lr=1.0, timeout=60)
-        hashes = []
-        for step in range(STEPS[min(number, 1)]):
-            step_of(zo, step)
-            hashes.append(digest(list(model.parameters())))
-        zo.finish()
-        found.append((hashes, [p.detach() for p in model.parameters()]))
-        zo.close()
-    return found
+def on_mesh(rank: int, world_size: int) -> tuple[list[str], list]:
+    model = Net()
+    if rank:
+        model.back.bias.data.fill_(rank)  # rank 0's are taken
+    zo = ZerothOrder(model, CONFIG, lr=1.0, timeout=60)
+    hashes = []
+    for step in range(STEPS):
+        step_of(zo, step)
+        hashes.append(digest(list(model.parameters())))
+    zo.finish()
+    zo.close()
+    return hashes, [p.detach() for p in model.parameters()]
 
 
-STEPS = 30, 8  # of the first, and of the others
-CONFIGS = [ZerothConfig(seed=3), ZerothConfig(pairs=False)]
+STEPS, CONFIG = 30, ZerothConfig(seed=3)
 
 
-@pytest.mark.parametrize("workers", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
+@pytest.mark.parametrize("workers", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
 def test_every_mesh_gives_what_one_process_would(workers):
-    """[D, 1] and [D, 2] for D of 1 to 6, to 1e-12, and with the same bits on all workers after every step."""
-    results = [on_mesh(0, 1, CONFIGS)] if workers == 1 else run_distributed(on_mesh, workers, CONFIGS, timeout=240)
-    for number, config in enumerate(CONFIGS):
-        reference = expected(config, steps := STEPS[min(number, 1)])
-        hashes, params = results[0][number]
-        assert all(result[number][0] == hashes for result in results), config
-        assert len(set(hashes)) == steps, "every step moves the weights"
-        torch.testing.assert_close(params, reference, rtol=0, atol=1e-12, msg=lambda m, c=config: f"{c}: {m}")
+    """[D, 1] and [D, 2] for D of 1 to 3, to 1e-12, and with the same bits on all workers after every step."""
+    results = [on_mesh(0, 1)] if workers == 1 else run_distributed(on_mesh, workers, timeout=240)
+    hashes, params = results[0]
+    assert all(result[0] == hashes for result in results)
+    assert len(set(hashes)) == STEPS, "every step moves the weights"
+    torch.testing.assert_close(params, expected(CONFIG, STEPS), rtol=0, atol=1e-12)
 
 
 def test_noise_is_free_of_order_and_can_be_sliced():
@@ -247,10 +241,8 @@ def test_a_step_leaves_modes_frozen_tensors_and_after_a_loss_that_fails_all_weig
         (lambda: ZerothConfig(eps=0.0), "eps=0.0: give a number above 0"),
         (lambda: ZerothConfig(eps="1e-3"), "eps='1e-3'"),  # pyright: ignore[reportArgumentType]
         (lambda: ZerothConfig(seed=-1), "seed=-1"),
-        (lambda: ZerothOrder(Net(), ZerothConfig(pairs=True), lr=0.1), "pairs=True with 1 worker: a pair is two"),
-        (lambda: Place.make(0, 3, ZerothConfig(pairs=True)), "pairs=True with 3 workers: a pair is two, start an even"),
         (
-            lambda: Place.make(0, 2, ZerothConfig()).combine([[1.0, 0.0, 2.0], [0.0, 1.0, 3.0]]),
+            lambda: Place(0, 2).combine([[1.0, 0.0, 2.0], [0.0, 1.0, 3.0]]),
             "rank 0 had 2 samples and rank 1 3: a pair takes the same batch",
         ),
         (lambda: ZerothOrder(Net().requires_grad_(False), lr=0.1), "nothing to train"),
@@ -266,7 +258,7 @@ def test_mistakes_are_told_in_one_line(build: Callable, message: str):
 
 
 def test_two_neighbours_take_the_sides_of_one_share_of_the_data():
-    places = [Place.make(rank, 4, ZerothConfig()) for rank in range(4)]
+    places = [Place(rank, 4) for rank in range(4)]
     assert [(p.data_rank, *p.signs) for p in places] == [(0, 1), (0, -1), (1, 1), (1, -1)]
     assert {p.data_workers for p in places} == {2}
 
@@ -313,10 +305,10 @@ def test_a_worker_that_is_gone_is_named(rank: int):
 # -- resuming and replaying -----------------------------------------------------------------------------------------
 
 
-def interrupted(rank: int, world_size: int, config: ZerothConfig, folder: str) -> tuple[list, list, bytes]:
+def interrupted(rank: int, world_size: int, folder: str) -> tuple[list, list, bytes]:
     def new():
         model = Net()
-        return model, ZerothOrder(model, config, lr=0.01, timeout=60)
+        return model, ZerothOrder(model, lr=0.01, timeout=60)
 
     (model, zo), (other, resumed) = new(), new()
     for step in range(7):
@@ -334,8 +326,7 @@ def interrupted(rank: int, world_size: int, config: ZerothConfig, folder: str) -
 
 
 def test_a_run_resumes_and_replays_bit_for_bit(tmp_path):
-    config = ZerothConfig(pairs=False)
-    for unbroken, resumed, numbers in run_distributed(interrupted, 2, config, str(tmp_path / "checkpoints")):
+    for unbroken, resumed, numbers in run_distributed(interrupted, 2, str(tmp_path / "checkpoints")):
         assert len(numbers) == 8 * 15 and all(torch.equal(a, b) for a, b in zip(unbroken, resumed, strict=True))
     log = ScalarLog(0)
     log.g.frombytes(numbers)
@@ -343,7 +334,7 @@ def test_a_run_resumes_and_replays_bit_for_bit(tmp_path):
     log.save(tmp_path / "run")
     assert (tmp_path / "run").stat().st_size < 8 * 15 + 200
     model = Net()
-    zo = ZerothOrder(model, config, lr=1.0)
+    zo = ZerothOrder(model, lr=1.0)
     zo.replay(ScalarLog.load(tmp_path / "run"))
     assert all(torch.equal(p.detach(), u) for p, u in zip(model.parameters(), unbroken, strict=True))
     assert zo.steps == 15

@@ -187,15 +187,14 @@ def test_half_as_many_parts_of_a_batch_as_workers_in_pairs_and_neither_gradients
     with torch.device("meta"):
         model = make_model(recipe, pad=1)
     needs, streamed = (checks.estimate(replace(recipe, offload=offload), model, 4) for offload in (False, True))
-    assert needs.gradients == needs.optimizer == 0 and needs.method == needs.parameters
+    assert needs["gradients"] == needs["optimizer"] == 0 and needs["method"] == needs["parameters"]
     block = checks.size_of(model.transformer.h[0].parameters())
-    rest = needs.parameters - len(model.transformer.h) * block
-    assert streamed.parameters == 2 * rest + 3 * block and streamed.method == 0
+    rest = needs["parameters"] - len(model.transformer.h) * block
+    assert streamed["parameters"] == 2 * rest + 3 * block and streamed["method"] == 0
 
 
 def test_mistakes_are_told_in_one_line(mistake: Mistakes, tmp_path: Path):
     run = ("language.train", "gpt2_zo_small", "--device", "cpu", "--out", str(tmp_path / "run"))
-    assert "pairs=True with 1 worker: a pair is two" in mistake(*run, "--zeroth.pairs", "True")
     assert f"{tmp_path}: holds no checkpoint of a run" in mistake(*run, "--init_from", str(tmp_path))
     told = mistake("language.train", "gpt2_pydoc_small", "--zeroth.eps", "0.1")
     assert "zeroth.eps=0.1 is method zo's own" in told and "--method zo" in told

@@ -27,7 +27,6 @@ from training.checks import held
 from training.layout import Layout
 from training.plan import command, memory, time
 from training.plan.case import (
-    FLOAT32,
     FORMATS,
     MERGES,
     RECOMPUTE,
@@ -36,7 +35,6 @@ from training.plan.case import (
     Device,
     Layouts,
     Model,
-    Software,
     from_config,
     from_doctor,
     preset,
@@ -48,6 +46,7 @@ from training.plan.search import plan
 MODEL = Model("m", "gpt2", 8, 100, 4, 1000, 50, 400, 4, tied=True)
 DEVICE = Device("d", 1e12, 2e9, 1e11, 1e10, top=0.5, passes=2, calls=(0, 0, 0))
 CLUSTER = Cluster("c", DEVICE, 2, 4, inside=1e10, across=1e9, latency=1e-3, inside_latency=1e-5)
+CPUS = replace(CLUSTER, device=replace(DEVICE, gpu=False))
 CUT = Layouts(2, 2, 2, 1, 2)  # tp2.pp2.dp2, micro-batches of 2
 ISLANDS = Layouts(1, 1, 4, 2, 1, zero=3, tau=3, merge=1)  # tp1.pp1.dp4.fsdp.co2x2
 OWN = 1_075_600  # parameters of MODEL
@@ -61,7 +60,7 @@ def a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def case(layout: Layouts, **changes: object) -> Case:
-    return replace(Case(MODEL, CLUSTER, Software(), 16, layout), **changes)  # pyright: ignore
+    return replace(Case(MODEL, CLUSTER, 16, layout), **changes)  # pyright: ignore
 
 
 def parts(found: dict[str, object]) -> dict[str, float]:
@@ -86,7 +85,7 @@ def test_parameters_flops_and_activations_are_the_published_ones():
     n, h, v, s = m.layers, m.width, m.vocabulary, m.context
     assert m.step_flops == pytest.approx(72 * s * n * h**2 * (1 + s / (6 * h) + v / (12 * n * h)))
     b, t = 4, 8
-    c = Case(m, CLUSTER, Software(), 4, Layouts(t, 1, 1, 1, b))
+    c = Case(m, CLUSTER, 4, Layouts(t, 1, 1, 1, b))
     assert c.kept == pytest.approx(s * b * h * (10 + 24 / t))  # [K] eq. 2, without scores
 
 
@@ -118,7 +117,7 @@ def test_seconds_are_those_of_published_runs(cell: tuple[Any, ...]):
     name, layers, width, heads, tp, pp, micro, batch, nodes, v, published = cell
     model = Model(name, "gpt2", layers, width, heads, 51200, 2048, 4 * width, heads, True)
     layout = Layouts(tp, pp, nodes * 8 // (tp * pp), 1, micro, v, recompute=RECOMPUTE.index("full"))
-    c = Case(model, replace(preset("selene"), nodes=nodes), Software(), batch, layout)
+    c = Case(model, replace(preset("selene"), nodes=nodes), batch, layout)
     flops = batch * (4 / 3 * model.step_flops - model.head_flops)  # what is computed again counts as work there
     found = flops / (float(sum(time.seconds(c).values())) * c.cluster.devices) / 1e12
     assert found == pytest.approx(published, rel=0.15)
@@ -127,13 +126,13 @@ def test_seconds_are_those_of_published_runs(cell: tuple[Any, ...]):
 def test_bytes_are_those_measured_on_an_emulated_cluster():
     """The peaks of the fullest rank under each layout of one island, of which results/dropped.md tells."""
     found = json.loads((ROOT / "results/layouts.json").read_text())["bytes"]
-    cluster = replace(CLUSTER, nodes=4, per_node=2)
+    cluster = replace(CPUS, nodes=4, per_node=2)
     off = {}
     for name, (measured, _) in found.items():
         x = Layout.parse(name)
         if x.islands == 1:
             layout = Layouts(x.tp, x.pp, x.dp, 1, 32 // (x.dp * x.parts), x.v, x.zero)
-            planned = sum(memory.memory(Case(preset_model("gpt2-tiny", 32), cluster, FLOAT32, 32, layout)).values())
+            planned = sum(memory.memory(Case(preset_model("gpt2-tiny", 32), cluster, 32, layout)).values())
             off[name] = float(planned) / measured - 1
     assert len(off) == 13 and max(map(abs, off.values())) <= 0.1, off
 
@@ -155,7 +154,7 @@ def test_memory_of_islands():
     assert memory.gathered(case(replace(ISLANDS, zero=2)), last=True) == 2 * OWN
     by_ddp = memory.memory(case(replace(ISLANDS, zero=1)))
     assert (by_ddp["buckets"], by_ddp["optimizer"], by_ddp["parameters"]) == (4 * OWN, 2 * OWN, 4 * OWN)
-    assert by_ddp["casts"] == 2 * OWN and memory.casts(case(CUT, software=FLOAT32), last=True) == 0
+    assert by_ddp["casts"] == 2 * OWN and memory.casts(case(CUT, cluster=CPUS), last=True) == 0
     assert by_ddp["co2"] == 4 * OWN * (1 + 2 / 4) and memory.co2(case(replace(ISLANDS, offload=1)), last=True) == 0
     cut = case(Layouts(2, 1, 2, 2, 1, merge=1))
     assert memory.co2(cut, last=True) == 3 * 4 * cut.own(True), "replicas of a cut island share nothing out"
@@ -175,7 +174,7 @@ def test_a_step_holds_what_is_counted(changes: dict[str, Any], off: float):
         backward(run, recipe, trained, (tokens, tokens))  # pyright: ignore
     again = RECOMPUTE.index("full" if recipe.recompute else "none")
     layout = Layouts(1, 1, 1, 1, 8 // recipe.accumulate, recompute=again)
-    c = Case(preset_model("gpt2-tiny", recipe.context), replace(CLUSTER, nodes=1, per_node=1), FLOAT32, 8, layout)
+    c = Case(preset_model("gpt2-tiny", recipe.context), replace(CPUS, nodes=1, per_node=1), 8, layout)
     found = memory.memory(c)
     assert found["gradients"] + found["activations"] + found["passing"] == pytest.approx(live.peak, rel=off)
 
@@ -211,7 +210,7 @@ def test_co2_holds_as_much_as_a_dry_run_counts(merge: str, compression: str):
         model = build_model("gpt2_tiny", vocab_size=1024, context=64, dropout=0.0)
     counted = held(replace(recipe, method="co2", co2=config), model, 1, 8)
     layout = Layouts(1, 1, 1, 8, 4, compression=list(FORMATS).index(compression), merge=MERGES.index(merge))
-    c = Case(preset_model("gpt2-tiny", None), replace(CLUSTER, nodes=8, per_node=1), FLOAT32, 32, layout)
+    c = Case(preset_model("gpt2-tiny", None), replace(CPUS, nodes=8, per_node=1), 32, layout)
     assert c.model.params == sum(p.numel() for p in model.parameters())
     assert memory.co2(c, last=True) == pytest.approx(counted, rel=2e-3)  # blocks are filled up
 
@@ -369,7 +368,7 @@ def test_what_is_costed_and_not_run_is_said(capsys: pytest.CaptureFixture[str]):
 
 
 def of(cluster: Cluster, model: str, batch: int):
-    return plan(Case(preset_model(model, None), cluster, Software(), batch, CUT))
+    return plan(Case(preset_model(model, None), cluster, batch, CUT))
 
 
 def test_ten_thousand_layouts_take_under_two_seconds():

@@ -63,12 +63,8 @@ def entries(folder: Path) -> list[Path]:
 def missing(what: str, folder: Path, expected: str, stand_in: str, holds: str = "it") -> UserError:
     """Returns the error for a data set that is not there, in one line.
 
-    Args:
-        what: Name of the data set.
-        folder: The folder that was searched.
-        expected: The expected files, or the command that makes them.
-        stand_in: A recipe that needs no data.
-        holds: The part of the data set that must be in CO2_DATA.
+    `expected` names files, or the command that makes them. `stand_in` is a recipe that needs no data, and `holds` the
+    part of the data set that must be in CO2_DATA.
     """
     unset = "" if os.environ.get("CO2_DATA") else " (CO2_DATA is not set)"
     return UserError(
@@ -81,11 +77,7 @@ def cached(name: str, build: Callable[[Path], Any]) -> Path:
     """Returns the folder `name` of the cache (CO2_CACHE, or ~/.cache/co2), and builds it first if it is missing.
 
     This is safe for several workers, also on several hosts with a shared file system. One builds while all other
-    workers wait for its lock, and the folder appears by one atomic rename.
-
-    Args:
-        name: Name of the folder.
-        build: Fills an empty folder.
+    workers wait for its lock, and the folder appears by one atomic rename. `build` fills an empty folder.
 
     Raises:
         UserError: If the cache cannot be written.

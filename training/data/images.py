@@ -17,10 +17,7 @@ STRETCHED = {"L;2": 85, "L;4": 17}  # Pillow multiplies grays of few bits by thi
 def read_rgb(file: str | Path | IO[bytes], name: str, *, upright: bool = False) -> Image.Image:
     """Reads a picture as RGB. 16-bit grays keep their upper 8 bits, as with cv2 and Pillow's 16-bit colors.
 
-    Args:
-        file: Path or open file.
-        name: The picture's name in an error.
-        upright: Whether to turn the picture as its EXIF orientation says.
+    Errors call the picture `name`. `upright` turns it as its EXIF orientation says.
 
     Raises:
         UserError: If the mode has no known range of values. Pillow's own errors pass through.
@@ -46,10 +43,7 @@ def _eight_bits(turned: Image.Image, image: Image.Image, name: str) -> Image.Ima
 def read_mask(path: str | Path, colors: Sequence[Sequence[int]] = (), first: int = 0) -> NDArray[Any]:
     """Reads a label mask as stored, integer [h, w], palette indices included, without applying an EXIF orientation.
 
-    Args:
-        path: The file.
-        colors: The classes' colors in RGB, as mmseg's data sets name them.
-        first: Label of the first class.
+    `colors` are the classes' colors in RGB, as mmseg's data sets name them, from label `first` on.
 
     Raises:
         UserError: If labels are floats, or a JPEG's, or the mask's palette gives the classes' colors to other labels.

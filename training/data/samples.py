@@ -27,16 +27,8 @@ def train_keys(
 ) -> Iterator[tuple[tuple[int, ...], list[Key]]]:
     """Yields this worker's batches from step `start` to `total`, across epochs: (the batch's key, its samples' keys).
 
-    A batch's key is (seed, epoch, number in the epoch, rank).
-
-    Args:
-        recipe: Has the seed and the global batch_size.
-        samples: Number of training samples.
-        rank: This worker's rank.
-        world_size: Number of workers.
-        start: First step.
-        total: Steps of the run.
-        repeats: See epoch_batches. A copy's index is the sample's index plus a multiple of `samples`.
+    A batch's key is (seed, epoch, number in the epoch, rank). The recipe has the seed and the global batch_size. With
+    `repeats` (see epoch_batches), a copy's index is the sample's index plus a multiple of `samples`.
     """
     of = dict(seed=recipe.seed, rank=rank, world_size=world_size, repeats=repeats)
     steps, batches = steps_per_epoch(samples, recipe.batch_size), torch.empty(0)
@@ -99,15 +91,8 @@ def epoch_batches(
     One shuffle of all n samples is cut into global batches, and each batch into world_size shares. So any number of
     workers sees the same samples in the same order. An incomplete last batch is left out.
 
-    Args:
-        n: Number of samples.
-        batch_size: Global batch size.
-        seed: The run's seed.
-        epoch: Number of the epoch.
-        rank: This worker's rank.
-        world_size: Number of workers.
-        repeats: Above 1, repeated augmentation (Berman et al., arXiv 1902.05509) as in DeiT. An epoch then has
-            n / repeats samples, whose copies i, i + n, i + 2 n, ... go to different workers.
+    With `repeats` above 1 it is repeated augmentation (Berman et al., arXiv 1902.05509) as in DeiT. An epoch then has
+    n / repeats samples, whose copies i, i + n, i + 2 n, ... go to different workers.
     """
     share, steps = per_worker(batch_size, world_size), steps_per_epoch(n, batch_size)
     order = torch.randperm(n, generator=generator(seed, epoch))
@@ -133,12 +118,8 @@ def load_batches(
 ) -> Iterator[Any]:
     """Yields the batches with the listed keys, in order, in pinned memory if there is a GPU.
 
-    Args:
-        dataset: Returns a sample for a key.
-        keys: The keys of each batch.
-        workers: Number of loading processes. With 0 this process loads.
-        collate: Makes a batch of samples.
-        keeper: An object that keeps the loading processes for its next call with the same keys, as evaluations do.
+    The dataset returns a sample for a key. With 0 workers this process loads. The object `keeper` keeps the loading
+    processes for its next call with the same keys, as evaluations do.
 
     Raises:
         UserError: In one line, if a loading process raises it.
@@ -170,8 +151,7 @@ def load_batches(
 class Keyed(Dataset[Any]):
     """A data set whose items follow from their keys, so that loading processes change nothing.
 
-    Attributes:
-        collate: Makes a batch of items. None means torch's default.
+    `collate` makes a batch of items. None means torch's default.
     """
 
     collate: Callable[[list[Any]], Any] | None = None
@@ -192,12 +172,12 @@ class Keyed(Dataset[Any]):
 
 def _end_unless_handed_over(_: int) -> None:
     """Makes a loading process end if it cannot hand over a batch. Its worker would wait for that batch forever."""
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_not_handed_over)  # pyright: ignore
 
+    def end(error: Exception, _: Any) -> None:
+        print(f"a loading process ends: {reason(error)}", file=sys.stderr, flush=True)
+        os._exit(1)
 
-def _not_handed_over(error: Exception, _: Any) -> None:
-    print(f"a loading process ends: {reason(error)}", file=sys.stderr, flush=True)
-    os._exit(1)
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # pyright: ignore
 
 
 @contextlib.contextmanager

@@ -57,11 +57,7 @@ class Overlap:
 
 
 class RoundLog:
-    """Reads and logs the rounds of a run.
-
-    Attributes:
-        overlap: The communication of all rounds that were read so far.
-    """
+    """Reads and logs the rounds of a run. `overlap` is the communication of all rounds that were read so far."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, device: torch.device):
         self.overlap = Overlap()

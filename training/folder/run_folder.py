@@ -46,11 +46,6 @@ UNITS = {
 class RunFolder:
     """The run folder. Rank 0 writes config.json, metrics.jsonl, TensorBoard's events and summary.json.
 
-    Args:
-        path: The folder.
-        rank: This worker's rank. Only rank 0 writes.
-        clock: Measures the seconds of training.
-
     Attributes:
         attempt: The name of this start, see core/checkpoint/runs.py. The workers of one start share it.
         extends: Whether the length of the run may change when it resumes.
@@ -94,11 +89,7 @@ class RunFolder:
     def lead(self, recipe: Recipe, world_size: int, device: torch.device, *, goes_on: bool) -> None:
         """Makes this elastic worker write the folder from now on.
 
-        Args:
-            recipe: The run's recipe.
-            world_size: Number of workers.
-            device: This worker's device.
-            goes_on: Whether it replaces a lost worker, which may still hold the lock.
+        If it `goes_on`, it replaces a lost worker, which may still hold the lock.
         """
         self.writes = True
         self.attempt = new_attempt(self.checkpoints)
@@ -127,7 +118,7 @@ class RunFolder:
             if refusal:
                 return refusal
         else:
-            _replace(file, _json(made_of))  # replaces the file of a failed start
+            write_whole(file, _json(made_of))  # replaces the file of a failed start
         self.extends = made_of["recipe"]["extend"]
         if recipe.tracker:
             self._tracker = Tracker(recipe.tracker, self.path, made_of, resume=self._resumed is not None)
@@ -139,12 +130,9 @@ class RunFolder:
         return measured or any(self.checkpoints.glob("step*"))
 
     def begin(self, step: int, total: int, before: int | None = None) -> None:
-        """Continues after `step`: removes later lines of the log, and the summary.
+        """Continues after `step` of `total` steps: removes later lines of the log, and the summary.
 
-        Args:
-            step: Number of steps taken.
-            total: Number of steps of the run.
-            before: The total that the checkpoint holds, if there is one.
+        `before` is the total that the checkpoint holds, if there is one.
 
         Raises:
             UserError: If `total` is less than `step`, or another one than before.
@@ -165,7 +153,7 @@ class RunFolder:
         (self.path / "summary.json").unlink(missing_ok=True)
         if self._resumed is not None:
             self._resumed["history"][-1]["step"] = step
-            _replace(self.path / "config.json", _json(self._resumed))
+            write_whole(self.path / "config.json", _json(self._resumed))
         _cut(self.path / "metrics.jsonl", step)
         self.writer = SummaryWriter(str(self.path), purge_step=step + 1 if self._resumed else None)
         self._metrics = open(self.path / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
@@ -183,10 +171,7 @@ class RunFolder:
     def log(self, step: int, scalars: Mapping[str, float | Tensor], of_model: str = "") -> None:
         """Writes one line of metrics.jsonl, with null for numbers that are not finite, and scalars to the trackers.
 
-        Args:
-            step: Number of the step.
-            scalars: Values by name.
-            of_model: `shared` or `own`, for an evaluation.
+        For an evaluation, of_model is `shared` or `own`.
         """
         if not self.writes:
             return
@@ -217,7 +202,7 @@ class RunFolder:
         if not self.writes:
             return
         known = {name: value if math.isfinite(value) else None for name, value in summary.items()}
-        _replace(self.path / "summary.json", _json(known))
+        write_whole(self.path / "summary.json", _json(known))
         known_types = (bool, int, float, str)  # types that TensorBoard supports
         settings = {k: v if isinstance(v, known_types) else str(v) for k, v in flat(dataclasses.asdict(recipe)).items()}
         results = {f"summary/{k}": v for k, v in summary.items()}
@@ -233,7 +218,7 @@ def _cut(file: Path, step: int) -> None:
     """Removes the lines after `step`, and a last line that is incomplete because its writer was killed."""
     if file.exists():
         lines = file.read_text(errors="replace").splitlines(keepends=True)
-        _replace(file, "".join(line for line in lines if _step_of(line) <= step))
+        write_whole(file, "".join(line for line in lines if _step_of(line) <= step))
 
 
 def _step_of(line: str) -> float:
@@ -249,7 +234,7 @@ def _json(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2, default=str)
 
 
-def _replace(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
     """Writes a file such that it is complete at any moment, also after a power cut."""
     fresh = file.with_name(f"{file.name}.tmp")
     write_flushed(fresh, text.encode())

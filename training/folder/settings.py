@@ -51,11 +51,6 @@ def with_defaults(old: dict[str, Any], kind: type[Recipe]) -> dict[str, Any]:
     return settings(kind()) | old
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Returns the changed settings, as "optim.lr: 0.05 -> 0.5", without settings that only one of the two has."""
-    return [f"{key}: {old[key]} -> {new[key]}" for key in old if key in new and old[key] != new[key]]
-
-
 def of_other_methods(method: str) -> set[str]:
     """Returns the groups of settings that have no effect on a run with this method."""
     return {entry.settings.key for entry in REGISTRY.values() if entry.settings and entry.name != method}
@@ -71,7 +66,8 @@ def resumed(
     try:
         old = parse_json(file.read_text())
         config["recipe"]["extend"] = bool(config["recipe"].get("extend") or old["recipe"].get("extend"))  # stays set
-        changed = differences(with_defaults(settings(old["recipe"]), kind), settings(config["recipe"]))
+        was, now = with_defaults(settings(old["recipe"]), kind), settings(config["recipe"])
+        changed = [f"{key}: {was[key]} -> {now[key]}" for key in was if key in now and was[key] != now[key]]
         history = [*old.get("history", [])]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         remedy = "restore it, or remove it and resume with the settings of this run"

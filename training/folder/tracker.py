@@ -11,13 +11,9 @@ from training.recipe import flat
 
 
 class Tracker:
-    """A run of the tool, with the run folder's name. tracker.json in the folder holds its id.
+    """A run of wandb or mlflow, with the run folder's name and config.json. tracker.json in the folder holds its id.
 
-    Args:
-        kind: wandb or mlflow.
-        folder: The run folder.
-        config: The content of config.json.
-        resume: Continue the run that the folder names, if it is the same tool's.
+    With `resume`, it continues the run that the folder names, if it is the same tool's.
 
     Raises:
         UserError: If the package is missing, or cannot start a run.

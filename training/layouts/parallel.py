@@ -1,11 +1,6 @@
 """A model under a layout: torch's tensor, pipeline and sharded data parallelism inside islands, CO2 between them.
 
-    parallel = Parallel(model, Layout.parse("tp2.pp2.dp2.co2x2"), torch.device("cpu"))
-    co2 = parallel.co2(CO2Config.paper(tau=12))
-    for tokens, targets in my_batches:  # of this rank's data-parallel worker
-        parallel.backward(tokens, targets, loss); optimizer.step(); optimizer.zero_grad(); co2.step()
-
-Every rank passes the same whole model.
+docs/planning.md has a loop. Every rank passes the same whole model.
 """
 
 from __future__ import annotations
@@ -87,11 +82,7 @@ FAMILIES = {
 
 
 def family_of(model: nn.Module) -> Family:
-    """The family of a model.
-
-    Raises:
-        UserError: If FAMILIES has no such model.
-    """
+    """The family of a model. Raises UserError if FAMILIES has none."""
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in FAMILIES:
         raise UserError(f"layout: a model of type {kind} is not known how to cut: give one of {', '.join(FAMILIES)}")
@@ -212,9 +203,8 @@ def cut_tensors(stage: Stage, family: Family, mesh: DeviceMesh) -> None:
 class Replicated(ParallelStyle):
     """A module whose parameters every rank holds.
 
-    Args:
-        local: Whether the module returns a plain tensor. By default it returns a replicated DTensor, so that the
-            gradients of the following layers are summed before one all-reduce.
+    With `local` it returns a plain tensor. By default it returns a replicated DTensor, so that the gradients of the
+    following layers are summed before one all-reduce.
     """
 
     def __init__(self, *, local: bool = False):
@@ -421,10 +411,7 @@ class Parallel(nn.Module):
         return norm
 
     def forward(self, tokens: Tensor) -> Any:
-        """Runs the model for evaluation, without gradients. All ranks of a data-parallel worker must call it.
-
-        Args:
-            tokens: int64 [batch, time].
+        """Runs the model for evaluation on int64 tokens [batch, time]. A data-parallel worker's ranks must all call it.
 
         Returns:
             On the last stage an object with logits [batch, time, vocabulary]. None on all other stages.
@@ -463,11 +450,6 @@ class Parallel(nn.Module):
         return found
 
     def co2(self, config: CO2Config, **options: Any) -> CO2:
-        """CO2 between the islands, where each island is one worker.
-
-        Args:
-            config: The settings.
-            **options: More arguments of core.CO2.
-        """
+        """CO2 between the islands, where each island is one worker. For options see core.CO2."""
         shards = self.holders() if self.layout.is_cut else False
         return CO2(self.parameters(), named(config), mesh=self._islands, shards=shards, **options)

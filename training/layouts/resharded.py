@@ -34,13 +34,7 @@ NEEDS = {"layout": str, "model": dict, "places": dict, "method": dict}  # see lo
 
 
 class Resharded:
-    """Saves and loads a run under a layout.
-
-    Args:
-        parallel: This rank's part of the model.
-        optimizer: Its optimizer.
-        method: CO2 between the islands, or DDP.
-    """
+    """Saves and loads a run under a layout, whose method is CO2 between the islands, or DDP."""
 
     def __init__(self, parallel: Parallel, optimizer: torch.optim.Optimizer, method: Method):
         self.parallel, self.method = parallel, method
@@ -57,13 +51,9 @@ class Resharded:
         self._share = method.share if isinstance(method, CO2) else None
 
     def save(self, folder: Path, step: int, attempt: str, others: dict[str, Any]) -> bool:
-        """Writes folder/step*/ completely or not at all. Every rank must call it.
+        """Writes folder/step*/ with `others` as more state, completely or not at all. Every rank must call it.
 
-        Args:
-            folder: The folder of checkpoints.
-            step: The number of the step.
-            attempt: The name of this start of the run, see core/checkpoint/runs.py.
-            others: More state.
+        `attempt` is the name of this start of the run, see core/checkpoint/runs.py.
 
         Returns:
             False, with nothing written, if a rank's model is not finite.
@@ -271,9 +261,6 @@ def read_model(target: Path) -> Named:
     """Returns the first island's whole GPT-2 in one process, by transformers' names.
 
     Layouts keep the joint projection of attention in three parts, and all projections transposed (see parallel.py).
-
-    Raises:
-        UserError: For a damaged file.
     """
     first = stored.read(target, 0, checkpoint.read_manifest(target)["files"])
     found, filled, prefix = Named(), Filled(), "model.model."

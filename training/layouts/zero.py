@@ -30,13 +30,9 @@ def shard_model(
 
     Each element of a ModuleList, such as a transformer's block, is gathered by itself, and the rest as a whole.
 
-    Args:
-        model: The model, on its device.
-        mesh: [nodes, workers per node], with the dimension "shard" inside nodes.
-        stage: ZeRO stage.
-        everywhere: Whether each backward pass averages gradients over all nodes (HSDP), as ddp needs, or over the
-            shards' workers only.
-        compute: Dtype of gathered parameters. All else stays in float32.
+    The mesh is [nodes, workers per node]. With `everywhere`, each backward pass averages gradients over all nodes
+    (HSDP), as ddp needs, and else over the shards' workers only. Gathered parameters have the dtype `compute`. All else
+    stays in float32.
     """
     if stage >= 2:
         # Without this, torch warns at every DTensor of a checkpoint.

@@ -23,11 +23,7 @@ from training.start.workers import has_bfloat16, make_link, rank, world_size
 class Progress:
     """The state that Run shares with its part for other workers (training/loop/static_run.py, training/elastic.py).
 
-    Under a layout several ranks count as one of the data_workers.
-
-    Attributes:
-        step: Number of steps taken.
-        total: Number of steps of the run.
+    Under a layout several ranks count as one of the data_workers. `step` of `total` steps are taken.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device):
@@ -94,12 +90,7 @@ class Actions:
 
 @dataclass(frozen=True)
 class TrainState:
-    """The model and all that trains it, the parts of a checkpoint.
-
-    Attributes:
-        name: Name of the method.
-        extra: More objects with a state, by name.
-    """
+    """The model and all that trains it, the parts of a checkpoint. `extra` has more objects with a state, by name."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

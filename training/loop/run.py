@@ -44,9 +44,6 @@ class Run(Progress):
     Call shard, shard_optimizer, make_method and begin before the loop. Call after_step after every step. It returns
     whether an evaluation, a checkpoint (save) or a stop (stop) is due. Call end after the loop.
 
-    Args:
-        recipe: The run's recipe.
-
     Attributes:
         mesh: [nodes, workers per node] if the workers of a node synchronize every step, else None.
     """
@@ -65,8 +62,6 @@ class Run(Progress):
         if recipe.layout:  # imported here, because torch's pipelines take a second
             from training.loop.layout_run import LayoutRun as kind
         self._workers = kind(self, self.folder, self.rounds)
-        self._minutes: dict[str, float] = {}  # of each request that repeats by time
-        self._asked_at: dict[str, float] = {}  # seconds, by self._now
         self._stop = StopSignal()
         self._shared = True  # whether the last evaluation was of one model on all workers
         self._bar: tqdm[Any] | None = None
@@ -130,14 +125,8 @@ class Run(Progress):
     ) -> int:
         """Resumes if the recipe says so, and starts the clock and the progress bar.
 
-        Args:
-            model: The model.
-            optimizer: Its inner optimizer.
-            schedule: The learning-rate schedule.
-            method: The training method.
-            epoch: Optimizer steps of an epoch.
-            total: Optimizer steps of the whole run.
-            samples: Size of the training set, which elastic runs share out anew.
+        An epoch has `epoch` of the run's `total` optimizer steps. Elastic runs share out the training set's `samples`
+        anew.
 
         Returns:
             The number of steps taken so far.
@@ -151,12 +140,9 @@ class Run(Progress):
         seconds = self._workers.begin(self._trained, samples, epoch)
         if self.rank == 0:
             self._tell_settings(total)
-        r = self.recipe
-        self.evaluation = Period(r.interval("eval_every", epoch)[0], self.step)
-        steps, minutes = r.interval("checkpoint_every", epoch)
-        self._saving = Period(steps, self.step)
-        by_time = {"save": minutes, "evaluate": r.interval("eval_every", epoch)[1]}
-        self._minutes = {name: minutes for name, minutes in by_time.items() if minutes}
+        evaluate, save = (self.recipe.interval(f"{what}_every", epoch) for what in ("eval", "checkpoint"))
+        self.evaluation, self._saving = Period(evaluate[0], self.step), Period(save[0], self.step)
+        self._minutes = {"evaluate": evaluate[1], "save": save[1]}  # 0: by steps
         self._asked_at = dict.fromkeys(self._minutes, self._now())
         interval = 0.5 if sys.stderr.isatty() else 20.0
         label = f"{self.recipe.name} {self.recipe.method}"
@@ -193,9 +179,7 @@ class Run(Progress):
     def batches(self, make: Callable[[Any, int, int, int, int], Iterator[T]]) -> Iterator[T]:
         """Yields this worker's training batches.
 
-        Args:
-            make: Returns the batches of a run with a fixed set of workers, from (recipe, rank, world_size, first step,
-                last step).
+        `make` returns the batches of fixed workers, from (recipe, rank, world_size, first step, last step).
         """
         yield from self._workers.batches(make, self.step, self.total)
 
@@ -245,7 +229,7 @@ class Run(Progress):
     def _minutes_over(self, name: str) -> bool:
         """Returns whether a request that repeats by time is due on all workers. Rank 0's clock decides."""
         now = self._now()
-        over = self.rank == 0 and name in self._minutes and now - self._asked_at[name] >= 60 * self._minutes[name]
+        over = self.rank == 0 and 0 < 60 * self._minutes[name] <= now - self._asked_at[name]
         if over:  # the other workers learn it a round later
             self._asked_at[name] = now
         return self._granted(name, over)

@@ -32,11 +32,7 @@ NEEDS = {"node": int, "rng": dict, "means": dict, "totals": dict}  # what _resum
 
 
 class StaticRun:
-    """One worker's part in a run with a fixed set of workers.
-
-    Attributes:
-        mesh: [nodes, workers per node] if the workers of a node synchronize every step, else None.
-    """
+    """One worker's part in a run with a fixed set of workers. For `mesh` see Run."""
 
     _trained: TrainState
 

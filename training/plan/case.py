@@ -42,11 +42,7 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def of_preset(kind: str, name: str) -> Any:
-    """An entry of presets.toml.
-
-    Raises:
-        UserError: If there is no such name.
-    """
+    """An entry of presets.toml, or a UserError that lists them."""
     known = presets()[kind]
     return find(kind[:-1], name, known, f"choose one of {', '.join(known)}")
 
@@ -118,25 +114,12 @@ class Model:
         lambda m: 3 * (m.layers * (m.linear_flops + m.attention_flops) + m.head_flops),
     )
 
-    # Values that a layer keeps per token for its backward pass.
-    kept_whole = formula(
-        "4 h values: the inputs of two norms, of attention and of the MLP, which TP does not cut [K eq. 2]",
-        lambda m: 4 * m.width,
-    )
-    kept_cut = formula(
-        "12 h for GPT [K eq. 2]: q, k, v, attention's result, GELU's input and result; gated: 4 f for 2 f [O]",
-        lambda m: 2 * m.width + 2 * m.kv_width + (4 if m.gated else 2) * m.inner,
-    )
-    masks = formula("2 h bytes of dropout's masks [K eq. 2]", lambda m: 0 if m.gated else 2 * m.width)
-
     def in_block(self, size: float) -> tuple[tuple[float, float], tuple[float, float]]:
         """Bytes per token, as (whole, cut by TP), that a block of transformers keeps, and adds in its backward [O].
 
         Without dropout. Whole: the inputs of two norms and two sums in float32, and the norms' statistics. Cut: q, k,
-        v, attention's result and log-sum-exp, and the activation's input and result.
-
-        Args:
-            size: Bytes of a value in matrix products.
+        v, attention's result and log-sum-exp, and the activation's input and result. Values of products have `size`
+        bytes.
         """
         if self.gated:
             kept = 24 * self.width + (2 * self.width if size < 4 else 0) + 8
@@ -152,18 +135,13 @@ def preset_model(name: str, context: int | None) -> Model:
     """A model of presets.toml, or from a folder with Hugging Face's config.json."""
     if Path(name).is_dir() or "/" in name:
         return from_config(from_home(name), context)
-    family, layers, width, heads, inner, vocabulary, length = of_preset("models", name)
-    activation = presets()["activations"].get(name, NAMES[family][-1] if family == "llama" else "gelu_pytorch_tanh")
+    family, layers, width, heads, inner, vocabulary, length, activation = of_preset("models", name)
     sizes = layers, width, heads, vocabulary, context or length, inner, heads
     return Model(name, family, *sizes, tied=family == "gpt2", activation=activation)
 
 
 def from_config(folder: Path, context: int | None) -> Model:
-    """The model of a folder with a config.json.
-
-    Raises:
-        UserError: If the planner does not support it.
-    """
+    """The model of a folder with a config.json. Raises UserError if the planner does not support it."""
     file = folder / "config.json"
     try:
         config = parse_json(file.read_text())
@@ -287,22 +265,15 @@ class Cluster:
     def allreduce(self, size: Numbers, ranks: Numbers, stride: Numbers) -> Numbers:
         """`min(2 (n-1)/n S/B + 2 (n-1) A, 2 S/B + 2 ceil(log2 n) A)` seconds: a ring [P], or two trees [T].
 
-        Args:
-            size: Bytes S.
-            ranks: The number of ranks n.
-            stride: Their distance in devices.
+        S bytes travel among n ranks, which are `stride` devices apart.
         """
         return collective(size / self.rate(ranks, stride), ranks, self.hop(ranks, stride))
 
 
 def collective(seconds: Numbers, ranks: Numbers, hop: Numbers, *, trees: bool = True) -> Numbers:
-    """The formula of Cluster.allreduce.
+    """The formula of Cluster.allreduce, from the seconds S/B of the bytes over one link, and A of a hop.
 
-    Args:
-        seconds: Seconds of the bytes over one link.
-        ranks: The number of ranks.
-        hop: Seconds of a hop.
-        trees: Whether trees are available, as in NCCL.
+    Trees are available in NCCL.
     """
     n = np.maximum(ranks, 1)
     found = 2 * (n - 1) / n * seconds + 2 * (n - 1) * hop
@@ -329,11 +300,7 @@ def preset(name: str, *, probe: bool = False) -> Cluster:
 
 
 def from_doctor(file: Path, *, probe: bool) -> Cluster:
-    """The cluster of a report by core.doctor (docs/clusters.md).
-
-    Args:
-        file: The report.
-        probe: Whether to measure this machine's device, instead of looking it up by name.
+    """The cluster of a report by core.doctor (docs/clusters.md). Without `probe`, its device is looked up by name.
 
     Raises:
         UserError: If the report is invalid, or the device is unknown.
@@ -385,11 +352,7 @@ def known(name: str) -> Device:
 def probed(name: str, ranks: int = 1) -> Device:
     """Measures this machine: products, in float32 on a CPU and bfloat16 on a GPU, and a copy.
 
-    Programs reach the measured rate, so top is 1. We assume the A100's passes.
-
-    Args:
-        name: The device's name.
-        ranks: The number of ranks that share the device.
+    Programs reach the measured rate, so top is 1. We assume the A100's passes. `ranks` share the device.
     """
     gpu = torch.cuda.is_available()
     where, dtype = (torch.device("cuda"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
@@ -412,24 +375,6 @@ RECOMPUTE = ("none", "full")
 FORMATS = {"float32": 4.0, "int8": 260 / 256, "int4": 132 / 256}  # bytes per element: core/compression/formats.py
 MERGES = ("keep_local", "restart")
 WORD = 4  # bytes of a parameter, a gradient, and each of the optimizer's two moments
-
-
-@dataclass(frozen=True)
-class Software:
-    """This project with torch, by default under autocast in 16 bits.
-
-    Attributes:
-        value: Bytes of a value in matrix products.
-        gloo: Whether FSDP2 does not communicate during computation, and a reduce-scatter is an all-reduce.
-        reserve: Bytes that no part counts.
-    """
-
-    value: float = 2
-    gloo: bool = False
-    reserve: float = 1.5 * (1 << 30)  # training/checks.py
-
-
-FLOAT32 = Software(value=4, gloo=True, reserve=0.0)  # on CPUs
 
 
 @dataclass(frozen=True)
@@ -478,13 +423,25 @@ AXES = tuple(field.name for field in dataclasses.fields(Layouts))
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a cluster, a program and layouts. `batch` is the samples of a step over all replicas."""
+    """A model, a cluster and layouts. `batch` is the samples of a step over all replicas.
+
+    GPUs train under autocast in 16 bits over NCCL. CPUs train in float32 over gloo, where FSDP2 does not communicate
+    during computation, and a reduce-scatter is an all-reduce.
+    """
 
     model: Model
     cluster: Cluster
-    software: Software
     batch: int
     layout: Layouts
+
+    @property
+    def gpu(self) -> bool:
+        return self.cluster.device.gpu
+
+    @property
+    def value(self) -> int:
+        """Bytes of a value in matrix products."""
+        return 2 if self.gpu else 4
 
     @cached_property
     def micro_batches(self) -> Numbers:
@@ -520,10 +477,15 @@ class Case:
 
     @cached_property
     def kept(self) -> Numbers:
-        """`b s (4 h size + masks + 12 h size / t)`: bytes that a layer moves, as [K eq. 2] counts them"""
-        m, x, size = self.model, self.layout, self.software.value
-        outside = m.kept_whole * size + m.masks
-        return x.micro * m.context * (outside + m.kept_cut * size / x.tp)
+        """`b s (4 h size + masks + 12 h size / t)`: bytes that a layer moves, as [K eq. 2] counts them
+
+        4 h are the inputs of two norms, of attention and of the MLP. The masks are dropout's, of 2 h bytes. 12 h are q,
+        k, v, attention's result, and GELU's input and result, which are 2 f. A gated MLP has 4 f in their place [O].
+        """
+        m, x, size = self.model, self.layout, self.value
+        whole = 4 * m.width * size + (0 if m.gated else 2 * m.width)
+        cut = 2 * m.width + 2 * m.kv_width + (4 if m.gated else 2) * m.inner
+        return x.micro * m.context * (whole + cut * size / x.tp)
 
     @property
     def tokens(self) -> Numbers:
@@ -538,7 +500,7 @@ class Case:
     @cached_property
     def of_block(self) -> tuple[Numbers, Numbers]:
         """`b s (whole + cut / t)`: bytes that a block keeps, and that its backward pass adds at its peak [O]"""
-        sizes = self.model.in_block(self.software.value)
+        sizes = self.model.in_block(self.value)
         kept, more = (self.tokens * (whole + cut / self.layout.tp) for whole, cut in sizes)
         return kept, more
 

@@ -14,14 +14,12 @@ from training.data.files import paths_from_home
 from training.layout import Layout
 from training.plan import methods, time
 from training.plan.case import (
-    FLOAT32,
     FORMATS,
     MERGES,
     RECOMPUTE,
     Case,
     Layouts,
     Numbers,
-    Software,
     from_doctor,
     preset,
     preset_model,
@@ -91,18 +89,11 @@ def large(parts: dict[str, Numbers], row: int, unit: float) -> str:
 
 def table(p: Plan) -> Iterator[str]:
     """The lines of the screen."""
-    for text in _sentences(p):
+    best = f"the best of each TP x PP x DP, islands, interleaving and ZeRO; exposed: {', '.join(time.COMMUNICATION)}"
+    dropped = [f"dropped: {listed(p.dropped)}" + (f"; nearest miss: {p.miss}" if p.miss else "")] if p.dropped else []
+    for text in (*header(p.case), *rows(p), best, *dropped, *gain(p)):
         width = max(WIDTH, len(text)) if text.endswith("%") else WIDTH  # a row with a long name stays on one line
         yield from textwrap.wrap(text, width, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
-
-
-def _sentences(p: Plan) -> Iterator[str]:
-    yield from header(p.case)
-    yield from rows(p)
-    yield f"the best of each TP x PP x DP, islands, interleaving and ZeRO; exposed: {', '.join(time.COMMUNICATION)}"
-    if p.dropped:
-        yield f"dropped: {listed(p.dropped)}" + (f"; nearest miss: {p.miss}" if p.miss else "")
-    yield from gain(p)
 
 
 def gain(p: Plan) -> Iterator[str]:
@@ -174,9 +165,8 @@ def case(options: Options) -> Case:
     for name, rate in (("nodes", cluster.across), ("per_node", cluster.inside)):
         if (number := getattr(cluster, name)) > 1 and rate == math.inf:
             raise UserError(f"{name}={number}: {options.cluster} knows no such link: run core.doctor on as many")
-    software = Software() if cluster.device.gpu else FLOAT32
     model = preset_model(options.model, options.context)
-    return Case(model, cluster, software, options.batch, Layouts(1, 1, 1, 1, 1))
+    return Case(model, cluster, options.batch, Layouts(1, 1, 1, 1, 1))
 
 
 def overrides(c: Case, text: str) -> list[str]:
@@ -193,7 +183,7 @@ def overrides(c: Case, text: str) -> list[str]:
         found += ["--co2.delay", "auto", "--co2.gap", "none"] if merge != "restart" else []
     found += ["--offload"] if x.offload else []
     found += ["--recompute"] if x.recompute else []
-    found += ["--precision", "bfloat16"] if c.software.value == 2 else []
+    found += ["--precision", "bfloat16"] if c.gpu else []
     return [str(word) for word in (*found, "--batch_size", c.batch, "--context", c.model.context)]
 
 

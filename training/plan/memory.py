@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from training.checks import RESERVE
 from training.plan.case import MERGES, RECOMPUTE, WORD, Case, Numbers
 
 
@@ -38,13 +39,13 @@ def buckets(c: Case, last: bool) -> Numbers:
 
 def casts(c: Case, last: bool) -> Numbers:
     """`value own` if z < 2 and a value is narrower than a parameter: autocast's copies of the weights [M]"""
-    narrow = (c.layout.zero < 2) & (c.software.value < WORD)
-    return np.where(narrow, c.software.value * c.own(last), 0.0)
+    narrow = (c.layout.zero < 2) & (c.value < WORD)
+    return np.where(narrow, c.value * c.own(last), 0.0)
 
 
 def gathered(c: Case, last: bool) -> Numbers:
     """`value (z = 2: own, z = 3: 2 blocks + ends)` if d > 1: parameters that FSDP2 has gathered [M]"""
-    own, size, zero = c.own(last), c.software.value, c.layout.zero
+    own, size, zero = c.own(last), c.value, c.layout.zero
     few = own - np.maximum(0, c.layers - 2) * c.block
     return np.where((zero >= 2) & (c.layout.dp > 1), size * np.where(zero == 2, own, few), 0.0)
 
@@ -86,7 +87,7 @@ def passing(c: Case, last: bool) -> Numbers:
     Block: the peak of its backward pass, and its gradients. With z >= 2 the gradients count again in float32, for their
     reduction. With full recomputation its kept activations count as well.
     """
-    x, size = c.layout, c.software.value
+    x, size = c.layout, c.value
     logits = c.tokens * c.model.vocabulary * (size + 2 * WORD + size * (x.pp > 1))
     reduced = np.where((x.zero >= 2) & (x.dp > 1), WORD, 0)
     again = np.where(x.recompute == RECOMPUTE.index("full"), c.of_block[0], 0.0)
@@ -108,7 +109,7 @@ def co2(c: Case, last: bool) -> Numbers:
 
 def reserve(c: Case, last: bool) -> Numbers:
     """1.5 GiB on a GPU for context, library buffers and fragmentation [M]"""
-    return c.software.reserve + 0.0 * c.layout.tp
+    return RESERVE * c.gpu + 0.0 * c.layout.tp
 
 
 PARTS: tuple[Callable[[Case, bool], Numbers], ...] = (
@@ -116,12 +117,8 @@ PARTS: tuple[Callable[[Case, bool], Numbers], ...] = (
 )  # fmt: skip
 
 
-def of_stage(c: Case, last: bool) -> dict[str, Numbers]:
-    return {part.__name__: part(c, last) for part in PARTS}
-
-
 def memory(c: Case) -> dict[str, Numbers]:
     """Bytes by part, in the stage that needs more."""
-    first, last = of_stage(c, False), of_stage(c, True)
+    first, last = ({part.__name__: part(c, last) for part in PARTS} for last in (False, True))
     more = sum(last.values()) > sum(first.values())
     return {name: np.where(more, last[name], first[name]) for name in first}

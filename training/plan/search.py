@@ -100,13 +100,7 @@ def splits(c: Case) -> Iterator[tuple[int, int, int, int]]:
 
 
 def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None) -> Layouts:
-    """All layouts of a split.
-
-    Args:
-        c: The model, the cluster and the batch.
-        split: (t, p, d, I).
-        only: Keeps the chunks, micro-batches and ZeRO stage of this name.
-    """
+    """All layouts of a split (t, p, d, I). `only` keeps the chunks, micro-batches and ZeRO stage of a name."""
     tp, pp, dp, islands = split
     share = c.batch // (dp * islands)
     micros = [b for b in divisors(share) if b <= LARGEST_MICRO]
@@ -127,14 +121,9 @@ def steps(c: Case, split: tuple[int, int, int, int], only: Layout | None = None)
 
 @dataclass(frozen=True)
 class Plan:
-    """The layouts that fit, and the number of dropped layouts by reason.
+    """The layouts that fit, with their bytes and seconds by part, and the number of dropped layouts by reason.
 
-    Attributes:
-        case: The model, the cluster and the layouts that fit.
-        memory: Bytes by part.
-        seconds: Seconds by part.
-        dropped: The number of dropped layouts by reason.
-        miss: The layout that needs the least memory of all that do not fit, with its gigabytes.
+    `miss` is the layout that needs the least memory of all that do not fit, with its gigabytes.
     """
 
     case: Case
@@ -161,19 +150,8 @@ class Plan:
         rows = rows[self.total[rows] <= self.total[rows].min() * (1 + ALIKE)]
         c = replace(self.case, layout=self.case.layout[rows])
         x, size = c.layout, self.bytes[rows]
-        tight = size > 0.9 * c.cluster.device.memory
-        keys = (
-            x.islands > 1,
-            x.tau,
-            x.compression,
-            x.merge,
-            x.offload,
-            x.recompute,
-            tight,
-            x.zero,
-            c.micro_batches,
-            size,
-        )
+        settings = x.islands > 1, x.tau, x.compression, x.merge, x.offload, x.recompute
+        keys = *settings, size > 0.9 * c.cluster.device.memory, x.zero, c.micro_batches, size
         return int(rows[np.lexsort(keys[::-1])[0]])
 
     @cached_property
@@ -196,11 +174,7 @@ class Plan:
 
 
 def plan(case: Case, only: Layout | None = None) -> Plan:
-    """Searches all layouts that use all nodes.
-
-    Args:
-        case: The model, the cluster and the batch. Its layouts are ignored.
-        only: Searches only layouts of this name.
+    """Searches all layouts that use all nodes, or `only` layouts of a name. The case's own layouts are ignored.
 
     Raises:
         UserError: If no layout is valid, or none fits.

@@ -53,7 +53,7 @@ def host(c: Case) -> Numbers:
 
 def tensor(c: Case) -> Numbers:
     """`m l/p (4 + 2 again) allreduce(value b s h, t ranks)` [N sec. 3.2]"""
-    x, size = c.layout, c.software.value * c.tokens * c.model.width
+    x, size = c.layout, c.value * c.tokens * c.model.width
     return c.micro_batches * c.layers * (4 + 2 * again(c)) * c.cluster.allreduce(size, x.tp, 1)
 
 
@@ -62,7 +62,7 @@ def ends(c: Case) -> Numbers:
 
     DTensor gathers the logits, and sums the head's gradients over its columns and the embedding's output over its rows.
     """
-    x, size = c.layout, c.software.value * c.tokens
+    x, size = c.layout, c.value * c.tokens
     logits, hidden = (c.cluster.allreduce(size * n, x.tp, 1) for n in (c.model.vocabulary, c.model.width))
     return c.micro_batches * (logits / 2 + np.where(x.pp > 1, 1, 2) * hidden)
 
@@ -111,13 +111,13 @@ def data(c: Case) -> Numbers:
     Gather: half a ring, once with z = 1 and 2, and 2 m times with z = 3. It gathers parameters with z = 1, and their
     values with z >= 2. All compute hides it with z >= 2.
     """
-    m, x, by_zero, s = c.micro_batches, c.layout, c.layout.zero >= 2, c.software
-    by_ddp, prefetch = ~by_zero & (x.tp * x.pp == 1), by_zero & (not s.gloo)
+    m, x, by_zero = c.micro_batches, c.layout, c.layout.zero >= 2
+    by_ddp, prefetch = ~by_zero & (x.tp * x.pp == 1), by_zero & c.gpu
     compute, size = products(c) + passes(c), WORD * c.largest
-    reduced = ring(c, size) * np.where(by_zero & (not s.gloo), 0.5, 1.0)
+    reduced = ring(c, size) * np.where(prefetch, 0.5, 1.0)
     hidden = np.where(by_ddp, under_backward(size), prefetch * BACKWARD) * compute / m
     left = np.where(by_ddp, ring(c, last_bucket(size)), 0.0)
-    values = np.where(by_zero, s.value, WORD) * c.largest
+    values = np.where(by_zero, c.value, WORD) * c.largest
     gathered = np.where(x.zero == 3, 2.0 * m, np.where(x.zero > 0, 1.0, 0.0)) / 2 * ring(c, values)
     return np.maximum(left, reduced - hidden) + np.maximum(0.0, gathered - prefetch * compute)
 

@@ -58,11 +58,9 @@ class Exporter(Generic[R]):
 class Graph(nn.Module):
     """A function of a model, as the module that torch.export needs."""
 
-    function: Callable[[Tensor], Tensor]
-
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, function: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.model = model
+        self.model, self.function = model, function
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
@@ -111,10 +109,10 @@ def _write(task: Exporter[R], recipe: R, model: nn.Module, fresh: Path, out: Pat
         with fresh.open("wb") as file:  # whose errors name the system's reason
             torch.save({"state_dict": model.state_dict()} | more, file)
     elif out.suffix == ".pt2":
-        graph = Graph(model)
-        graph.function, x = task.example(recipe, model)
+        function, x = task.example(recipe, model)
+        graph = Graph(model, function).eval()
         try:
-            made = torch.export.export(graph.eval(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+            made = torch.export.export(graph, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         except Exception as error:  # torch.export raises many kinds of errors
             raise UserError(f"{out}: torch.export does not allow this model ({reason(error)}): give *.pth") from None
         torch.export.save(made, buffer := io.BytesIO())  # torch's own writer aborts the process on a full disk

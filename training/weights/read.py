@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import sys
 import typing
@@ -21,6 +20,7 @@ from core.checkpoint.runs import finished, load_newest, unlike, with_versions
 from core.checkpoint.stored import parse_json, plain_makers, reason, regular
 from core.errors import UserError
 from training.data.files import printable
+from training.folder.run_folder import write_whole
 from training.recipe import Recipe
 from training.start.workers import rank
 
@@ -72,8 +72,7 @@ def _number(name: str) -> bool:
 def keep_names(run: Any, names: Iterable[str]) -> None:
     """Writes the names of a model's outputs to the run's folder, in their order.
 
-    Raises:
-        UserError: If the run resumes with data that number them differently.
+    Raises UserError if the run resumes with data that number them differently.
     """
     folder, mine = run.folder.path, [printable(name) for name in names]
     if finished(run.folder.checkpoints):
@@ -81,9 +80,7 @@ def keep_names(run: Any, names: Iterable[str]) -> None:
             raise UserError(f"{folder} was trained with other data, {wrong}: restore the data, or choose another --out")
     elif run.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = folder / f"{NAMES}.tmp"
-        fresh.write_text(json.dumps(mine) + "\n")
-        os.replace(fresh, folder / NAMES)
+        write_whole(folder / NAMES, json.dumps(mine) + "\n")
 
 
 def read_names(folder: Path) -> list[str]:
@@ -129,7 +126,7 @@ def read_recipe(folder: Path, kind: type[R]) -> R:
             raise UserError(f"{made}, a setting that {task} does not have: use its own task's command")
         raise UserError(f"{made}, a setting that is gone: check out {wrote} to read it")
     try:
-        return _rebuilt(kind(), stored)
+        return rebuilt(kind(), stored)
     except UserError as error:
         raise UserError(
             f"{folder / 'config.json'}: this version refuses its settings ({error}): check out {wrote} to read it, "
@@ -139,15 +136,15 @@ def read_recipe(folder: Path, kind: type[R]) -> R:
         raise UserError(f"{folder / 'config.json'} is damaged ({error}): restore it") from None
 
 
-def _rebuilt(default: Any, stored: Any) -> Any:
-    """Returns `default` with the stored values. JSON has no paths and no tuples."""
+def rebuilt(default: Any, stored: Any) -> Any:
+    """Returns the dataclass `default` with values that were stored as JSON, which has no paths and no tuples."""
     if not isinstance(stored, dict):
         raise TypeError(f"{stored!r:.60} in place of settings")
     hints, changes = typing.get_type_hints(type(default)), dict[str, Any]()
     for name in {f.name for f in dataclasses.fields(default)} & stored.keys():
         value, before = stored[name], getattr(default, name)
         if dataclasses.is_dataclass(before):
-            value = _rebuilt(before, value)
+            value = rebuilt(before, value)
         elif isinstance(value, list):
             value = tuple(value)
         elif isinstance(value, str) and Path in (hints[name], *typing.get_args(hints[name])):
@@ -159,12 +156,7 @@ def _rebuilt(default: Any, stored: Any) -> Any:
 def run_weights(folder: Path, like: nn.Module) -> dict[str, Tensor]:
     """Returns the model in the newest checkpoint of a run, as worker 0 has it. Every worker must call it.
 
-    Args:
-        folder: The run folder.
-        like: A model whose parameters have the same names.
-
-    Raises:
-        UserError: If there is no checkpoint.
+    The parameters of `like` have the same names. UserError if there is no checkpoint.
     """
     checkpoints = folder / "checkpoints"
     if not (names := finished(checkpoints)):
@@ -199,13 +191,10 @@ def _part(checkpoints: Path, number: int, part: str) -> Any:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
+def file_weights(path: Path, option: str) -> Weights:
     """Returns the weights in a file of timm, mmseg or torch: *.safetensors, or what torch.save wrote.
 
-    Args:
-        path: The file, which nobody should trust.
-        option: The option that names it, for messages.
-        map_location: See torch.load.
+    Nobody should trust the file. `option` names it in messages.
     """
     try:
         if path.suffix == ".safetensors":
@@ -213,7 +202,7 @@ def file_weights(path: Path, option: str, map_location: Any = "cpu") -> Weights:
 
             return _unwrapped(load_file(path))
         with torch.serialization.safe_globals([argparse.Namespace, *plain_makers()]):  # which training code saves, too
-            found = torch.load(path, map_location, weights_only=True)
+            found = torch.load(path, "cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # torch.load raises many kinds of errors
