@@ -7,12 +7,10 @@ all-reduce. No hook makes the host wait for a GPU. guards/ has the hooks that wa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from .buckets import Bucket, Scalars, State, wipe
 from .comm import AsyncAllReduce, Failures, Reducer
@@ -231,29 +229,12 @@ class Judge(Hook):
         raise NotImplementedError
 
 
-Group = dist.ProcessGroup | None
-
-
-class Inputs(Protocol):
-    """The functions of guards/inputs.py that the root calls, which refuse what cannot be averaged."""
-
-    def tensors_of(self, given: Iterable[Any], name: str) -> list[Tensor]: ...
-    def check_inputs(self, given: Sequence[Tensor], params: Sequence[Tensor], buffers: Sequence[Tensor]) -> None: ...
-    def check_group(self) -> None: ...
-    def check_names(self, group: Group) -> None: ...
-    def check_share(self, c: Any, *, shard: bool, split: bool, held: bool) -> None: ...
-    def check_state(self, method: HookedMethod, state: Mapping[str, Any]) -> None: ...
-    def groups_of(self, mesh: DeviceMesh | None, group: Group) -> tuple[Group, Group]: ...
-    def refuse_shards(self, params: Sequence[Tensor], group: Group) -> None: ...
-    def refuse_fsdp(self, params: Sequence[Tensor], group: Group) -> None: ...
-
-
 class Guards:
     """The guards that the root calls. It imports none of them: core/guards registers itself when `core` is imported."""
 
     make_hooks: Callable[[float | None, Sequence[Hook], Mapping[str, Any]], list[Hook]]  # of every method
     failure: Failures
-    inputs: Inputs
+    inputs: Any  # guards/inputs.py, which refuses what cannot be averaged
 
 
 GUARDS = Guards()
