@@ -202,7 +202,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self.scalars.attach(self.buckets[0].scalars)
         # 0-d views into the first bucket, so the all-reduce sums what is written to them
         self._finished, self._steps, self._weight = (self.scalars[name] for name in OWN_SCALARS)
-        sent = self.buckets if share is None else sent_parts(share.node, self.buckets, owned=share.shard)
+        sent = sent_parts(self.node, self.buckets, owned=share is not None and share.shard)
         self.reducer = reducer(sent, self.scalars, self.allreduce.rank, self.allreduce.world_size)
         self._scale: float | Tensor = self.reducer.scale
         self.state, self.replicated, self.anchors = State(self.buckets), list[Tensor](), list[Tensor]()
