@@ -35,7 +35,7 @@ MOST = 8  # fragments at most
 CUT_MARGIN = 0.15  # with several fragments, the local steps exceed the round's all-reduces by this share
 VOTED = 3  # on nodes, further local steps of a round, for the votes of its fragments (AsyncAllReduce.arrived)
 FLOAT32 = {"float32": 4.0}  # format -> bytes per element
-SAVED = "tau fragments compression _received _untested _tested_against _extra_steps _rounds_of_waits".split()
+SAVED = ("tau", "fragments", "compression", "_received", "_untested", "_previous", "_extra_steps", "_rounds_of_waits")
 
 
 class SyncSchedule:
@@ -151,7 +151,7 @@ class TauTuner:
         """Forgets all times, and tests the other compressions again. tau and the compression stay until then."""
         self._untested = [other for other in self.compressions if other != self.compression]
         # during a test: the previous compression, the tau that it needs, and its all-reduce time in seconds
-        self._tested_against: tuple[str, int, float] | None = None
+        self._previous: tuple[str, int, float] | None = None
         self._received = 0  # rounds whose times have arrived; negative after a change of compression
         # seconds of a local step, an all-reduce and a boundary in each of the last rounds
         self._times = deque[tuple[float, float, float]](maxlen=WINDOW)
@@ -308,8 +308,8 @@ class TauTuner:
         stays.
         """
         text = f"with {self.compression} the all-reduce takes {allreduce:.4g} s and a local step {step:.4g} s"
-        if self._tested_against is not None:
-            (previous, tau, expected), self._tested_against = self._tested_against, None
+        if self._previous is not None:
+            (previous, tau, expected), self._previous = self._previous, None
             if allreduce <= step or required <= tau:
                 return None
             why = f"{text}: it needs {required} steps, and {previous} needs {tau}, so {previous} is used again"
@@ -320,7 +320,7 @@ class TauTuner:
             tau = smallest_tau(expected, step, self._margin(step, expected))
             if expected > step and tau > required:
                 return None
-            self._tested_against = self.compression, required, allreduce
+            self._previous = self.compression, required, allreduce
             self.compression, self._untested = candidate, self._untested[1:]
             why = f"{text}: {self.compression} is tested"
         else:
@@ -352,7 +352,7 @@ class TauTuner:
         A state with compressions that this tuner does not have is ignored. A tau that the user has given replaces the
         checkpoint's tau.
         """
-        used = {state["compression"], *state["_untested"], *(state["_tested_against"] or ())[:1]}
+        used = {state["compression"], *state["_untested"], *(state["_previous"] or ())[:1]}
         if not used <= self.compressions.keys():
             return
         vars(self).update({name: state[name] for name in SAVED})
