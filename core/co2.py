@@ -468,7 +468,7 @@ class CO2(LocalUpdateMethod):
     def _local_state(self) -> dict[str, Any]:
         state = super()._local_state()
         self._now.arrived_tau = self._arrived_tau
-        fragments = [{name: on_host(getattr(fragment, name)) for name in SAVED} for fragment in self.fragments]
+        fragments = on_host([{name: getattr(fragment, name) for name in SAVED} for fragment in self.fragments])
         cut = {"at": self.fragment_index, "reached_in": self._reached_in} if self.is_cut else {}
         return state | {"fragments": fragments} | cut
 

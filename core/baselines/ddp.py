@@ -157,9 +157,8 @@ class GradientCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this worker's state in host memory."""
-        state = {name: on_host(flats) for name, flats in self.reducer.state.items()}
         counts = {"launched": self.allreduce.launched, "workers": self.allreduce.world_size, "inner": self._per_node}
-        return {"reducer": state, "buckets": self._places} | counts
+        return {"reducer": on_host(self.reducer.state), "buckets": self._places} | counts
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
