@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..buckets import is_dtensor
 from ..co2 import CO2
 from ..comm import Link
-from ..config import CO2Config, CommonArgs, CompressionConfig, Schedule, named, of_kind
+from ..config import CO2Config, CompressionConfig, Schedule, named, of_kind
 from ..errors import UserError
 from ..guards.extra import Given
 from ..guards.inputs import check_mesh, check_share
@@ -100,8 +100,7 @@ def _check_co2(given: MethodArgs) -> None:
 
 def _ddp(given: MethodArgs) -> tuple[nn.Module, Any]:
     """Makes DDP."""
-    options = {**given.args}
-    made = DDP(given.model, average_buffers=bool(options.pop("buffers")), compression=given.own, **options)
+    made = DDP(given.model, compression=given.own, **given.args)
     return made.model, made
 
 
@@ -140,7 +139,6 @@ def make_method(
     co2: CO2Config | None = None,
     schedule: Schedule | None = None,
     lr: Callable[[], float] | None = None,
-    average_buffers: bool = True,
     average: Given | None = None,
     mesh: DeviceMesh | None = None,
     shard: bool = False,
@@ -151,7 +149,7 @@ def make_method(
     hooks: Sequence[Hook] = (),
     **settings: Any,
 ) -> tuple[nn.Module, Method]:
-    """Makes a method by its name.
+    """Makes a method by its name. It averages the model's floating-point buffers.
 
     CO2 describes shard and offload. CommonArgs describes average (which ddp does not need), group, timeout, link
     and hooks.
@@ -163,7 +161,6 @@ def make_method(
             period.
         schedule: CO2's schedule, see CO2.
         lr: Returns the current inner learning rate, for SlowMo.
-        average_buffers: Whether the model's floating-point buffers are averaged.
         mesh: [nodes, workers per node]. The workers of a node synchronize gradients in every step, and the method runs
             across nodes. With methods other than co2, hooks then receive only the workers with the same index in their
             node. ddp synchronizes all workers in every step, and compresses only what crosses nodes (see DDP).
@@ -182,12 +179,12 @@ def make_method(
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     of_torch = {key: settings.pop(key) for key in OF_TORCH if name == "ddp" and key in settings}
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
-    common = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks)
-    common["buffers"] = list(model.buffers()) if average_buffers else []
     of_some = {"schedule": schedule, "lr": lr, "mesh": mesh, "shard": shard, "offload": offload}
     of_some |= {"compression": co2.compression}
-    options: dict[str, Any] = {**common, **of_torch}
+    options: dict[str, Any] = {"group": group, "timeout": timeout, "link": link, "hooks": hooks, **of_torch}
     options |= {key: value for key, value in of_some.items() if key in spec.takes}
+    if spec.local:
+        options["buffers"] = list(model.buffers())
     if average is not None and spec.local:
         options["average"] = average
     if mesh is not None and spec.local:
