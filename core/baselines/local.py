@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -29,14 +29,6 @@ def shared_settings(tau: int, compression: CompressionConfig | None, **more: Any
     if tau == "auto":
         raise UserError(TAU_AUTO)
     return CO2Config(tau=tau, compression=compression or CompressionConfig(), **more)
-
-
-def args_of(params: Sequence[Tensor], c: CO2Config, args: CommonArgs, *, overlap: bool = True) -> dict[str, Any]:
-    """Does build_args for a method that uses only tau and compression of CO2's settings."""
-    refuse_shards(params, args.get("group"))
-    c.compression.check_given()
-    c.compression.check(params, args.get("group"))
-    return build_args(c, args, overlap=overlap)
 
 
 class Baseline(LocalUpdateMethod):
@@ -65,7 +57,10 @@ class Baseline(LocalUpdateMethod):
     ):
         self.config = of_kind(config, self.settings, "config")
         shared, given = shared_settings(tau, compression), tensors_of(params, "parameters")
-        super().__init__(given, **args_of(given, shared, args, overlap=self._overlaps))
+        refuse_shards(given, args.get("group"))
+        shared.compression.check_given()
+        shared.compression.check(given, args.get("group"))
+        super().__init__(given, **build_args(shared, args, overlap=self._overlaps))
         if self._keeps_anchors or shared.compression.format != "float32":
             self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
 

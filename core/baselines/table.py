@@ -47,7 +47,6 @@ class MethodSpec:
         kind: hidden if all-reduces run during local steps, blocking if local steps wait for them, synchronous if every
             step is a round, optimizer if the method replaces the optimizer.
         settings: Its own settings, if it has any.
-        check: Raises UserError for settings that exclude each other: CO2's, the method's own, shard, offload, schedule.
         reads_co2: Whether it uses all of CO2Config, not only tau.
         takes: The subset of shard, offload, schedule, lr, mesh, compression and elastic that it supports. With mesh it
             gets the whole mesh, otherwise the workers with the same index in their node.
@@ -57,7 +56,6 @@ class MethodSpec:
     make: Callable[[nn.Module, CO2Config, Any, dict[str, Any]], tuple[nn.Module, Any]]
     kind: Literal["hidden", "blocking", "synchronous", "optimizer"]
     settings: Settings | None = None
-    check: Callable[[CO2Config, Any, dict[str, Any]], object] = lambda co2, own, args: None
     reads_co2: bool = False
     takes: frozenset[str] = frozenset()
 
@@ -65,12 +63,6 @@ class MethodSpec:
     def local(self) -> bool:
         """Whether it takes local steps."""
         return self.kind in ("hidden", "blocking")
-
-
-def _check_co2(co2: CO2Config, _: Any, args: Mapping[str, Any]) -> None:
-    """Checks CO2's settings."""
-    co2.check_stable()
-    check_share(co2, shard=args["shard"])
 
 
 def _co2(model: nn.Module, co2: CO2Config, _: Any, args: Mapping[str, Any]) -> tuple[nn.Module, CO2]:
@@ -105,8 +97,8 @@ def register(spec: MethodSpec) -> None:
     REGISTRY[spec.name] = spec
 
 
-register(MethodSpec("co2", _co2, "hidden", check=_check_co2, reads_co2=True, takes=OF_CO2))
-register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, lambda _, own, __: own.check_given(), takes=MESH))
+register(MethodSpec("co2", _co2, "hidden", reads_co2=True, takes=OF_CO2))
+register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, takes=MESH))
 register(MethodSpec("diloco", partial(_with_rounds, DiLoCo), "blocking", OF_DILOCO, takes=COMPRESSION))
 register(MethodSpec("local", partial(_with_rounds, LocalSGD), "blocking", takes=COMPRESSION))
 register(MethodSpec("overlap_local", partial(_with_rounds, OverlapLocalSGD), "hidden", OF_OVERLAP, takes=COMPRESSION))
@@ -223,7 +215,11 @@ def check_settings(
         raise UserError(f"{what} is CO2's own, method {name!r} does not have it: {remedy}")
     if spec.local and not spec.reads_co2 and co2.tau == "auto":
         raise UserError(TAU_AUTO)
-    spec.check(co2, own, args)
+    if spec.reads_co2:
+        co2.check_stable()
+        check_share(co2, shard=shard)
+    if isinstance(own, CompressionConfig):
+        own.check_given()
     return own
 
 
