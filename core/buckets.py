@@ -107,10 +107,6 @@ class Bucket:
         )
         self.buffer_ends = sizes.cumsum(0)
 
-    def sent(self) -> list[Tensor]:
-        """Returns the parts of `flat` that travel: one, or two if some buffers do not travel."""
-        return [self.flat] if self.start == self.padded else [self.flat[: self.padded], self.rest]
-
     @torch.no_grad()
     def flat_buffers(self) -> Tensor:
         """Returns a copy of all live buffers, 1-d in the order of `given`."""
@@ -139,7 +135,7 @@ class Part:
 
 
 class BucketShare:
-    """A rank's part of a bucket on a node: its share of the payload, all buffers that travel, and the scalars.
+    """The part of a bucket that a rank sends: a share of the payload, all buffers that travel, and the scalars.
 
     Args:
         bucket: The bucket.

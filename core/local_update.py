@@ -164,7 +164,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         sync_schedule: SyncSchedule,
         buffers: Iterable[Tensor] = (),
         allreduce: Callable[[torch.device], AsyncAllReduce] = AsyncAllReduce,
-        reducer: Callable[[Sequence[Bucket | BucketShare], Scalars, int, int], Reducer] = Reducer,
+        reducer: Callable[[Sequence[BucketShare], Scalars, int, int], Reducer] = Reducer,
         hooks: Sequence[Hook] = (),
         share: Share | None = None,
     ):
