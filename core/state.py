@@ -26,7 +26,7 @@ def under_rank(state: dict[str, Any]) -> dict[str, Any]:
     torch.distributed.checkpoint writes one dict for all workers, and each key once, even if workers hold different
     values.
     """
-    return {f"rank{_rank()}": state}
+    return {f"rank{own_rank()}": state}
 
 
 def of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,12 +37,12 @@ def of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
             "the checkpoint's state has no key with a worker's rank, so an older version wrote it: resume with that "
             "version, or start afresh"
         )
-    rank = _rank()
+    rank = own_rank()
     return state[f"rank{rank if rank in ranks else ranks[rank % len(ranks)]}"]
 
 
-def _rank() -> int:
-    """This worker's rank, 0 without torch.distributed."""
+def own_rank() -> int:
+    """Returns this process's rank, 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -36,6 +36,7 @@ from ..guards import failure as peers
 from ..guards.workers import all_finite, nonfinite_buffers
 from ..hooks import Hook, HookedMethod
 from ..local_update import LocalUpdateMethod
+from ..state import own_rank
 from . import stored
 from .stored import reason
 
@@ -569,7 +570,7 @@ def save(
         "step": step,
     }
     attempts = of_all(_attempts.setdefault(co2, {}).setdefault(_key(folder), f"0-{secrets.token_hex(4)}"))
-    rank, group = dist.get_rank() if dist.is_initialized() else 0, host_group()
+    rank, group = own_rank(), host_group()
     across = co2.allreduce.group if isinstance(co2, LocalUpdateMethod) else None
     first = dist.get_process_group_ranks(across)[0] if across is not None else 0  # of this rank's place in the nodes
     place = Path(folder).expanduser(), rank, len(attempts), attempts[0]
@@ -621,7 +622,7 @@ def load(
             method.
     """
     _begin("load", folder, model, optimizer, co2)
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = own_rank()
     here = {} if others is None else others
     found = load_newest(folder := Path(folder).expanduser(), rank=rank, needs=NEEDS)
     if found is None:

@@ -25,6 +25,7 @@ from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
 from ..groups import host_group, of_all
+from ..state import own_rank
 from ..stats import RoundStats
 from .loading import shield
 
@@ -100,10 +101,6 @@ def _workers() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def make_co2(model: nn.Module, config: CO2Config | None, steps: float, options: dict[str, Any]) -> CO2:
     """Makes CO2, after the initial weights are loaded. Rank 0's weights go to all workers."""
     given: dict[str, Any] = {"buffers": model.buffers()} | options
@@ -177,7 +174,7 @@ def save_own(who: str, folder: str | os.PathLike[str], **parts: Any) -> None:
     state = {name: part.state_dict() for name, part in parts.items() if part is not None}
     state["step"] = step = parts["co2"].rounds
     attempts = of_all(new_attempt(Path(folder)))
-    Saver(Path(folder), _rank(), len(attempts), attempts[0], keep=1, group=host_group()).write(step, state, call=who)
+    Saver(Path(folder), own_rank(), len(attempts), attempts[0], keep=1, group=host_group()).write(step, state, call=who)
 
 
 def load_own(who: str, folder: str | os.PathLike[str], **parts: Any) -> None:
@@ -190,7 +187,7 @@ def load_own(who: str, folder: str | os.PathLike[str], **parts: Any) -> None:
     """
     parts = {name: part for name, part in parts.items() if part is not None}
     try:
-        found = load_newest(Path(folder), rank=_rank(), needs=dict.fromkeys(parts, dict))
+        found = load_newest(Path(folder), rank=own_rank(), needs=dict.fromkeys(parts, dict))
     except UserError as error:
         raise UserError(f"{who}: {error}, or resume from an older checkpoint") from None
     if found is None:
