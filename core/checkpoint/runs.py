@@ -100,8 +100,7 @@ class Saver:
         """
         held: list[Any] = []
         refused = self._try(self.folder, lambda: held.append(stored.on_host(state, call)))
-        if problem := next(filter(None, self._gather(refused)), ""):
-            raise UserError(problem)
+        self._raise(self._gather(refused))
         return self._write(step, held[0], time.monotonic(), spared)
 
     def wait(self) -> bool:
@@ -185,11 +184,12 @@ class Saver:
         return ""
 
     def _raise(self, failures: Sequence[str]) -> None:
-        """Raises rank 0's failure, if it has one, as a UserError."""
-        if failures[0] and self._thread is not None:
-            _say(self.rank, f"warning: {failures[0]}: the run stops where the next checkpoint is due")
-        if failures[0]:
-            raise UserError(failures[0])
+        """Raises the first failure of any rank, if there is one, as a UserError."""
+        failure = next(filter(None, failures), "")
+        if failure and self._thread is not None:
+            _say(self.rank, f"warning: {failure}: the run stops where the next checkpoint is due")
+        if failure:
+            raise UserError(failure)
 
     def _gather(self, mine: Any) -> list[Any]:
         """Returns each worker's object, by rank."""
