@@ -493,13 +493,13 @@ def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
         count: Number of slices.
     """
     starts, ends = [*accumulate((whole for _, whole in sizes), initial=0)], [0]
-    for cut in slices(starts[-1], count):  # of the whole tensors
-        reached = (min(max(cut.stop - start, 0), whole) for start, (_, whole) in zip(starts, sizes, strict=False))
+    for place in slices(starts[-1], count):  # of the whole tensors
+        reached = (min(max(place.stop - start, 0), whole) for start, (_, whole) in zip(starts, sizes, strict=False))
         ends.append(sum(-(-own * n // max(1, whole)) for n, (own, whole) in zip(reached, sizes, strict=True)))
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def parts_at(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
+def cut(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
     """Returns a slice of each flat tensor, of none if there are none."""
     return [flat[place] for flat, place in zip(flats, places, strict=False)]
 

@@ -63,15 +63,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import is_dtensor, local_shard, parts_at, slices, unique
+from .buckets import cut, is_dtensor, local_shard, slices, unique
 from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, named_rule, scheduled
 from .errors import UserError
 from .groups import Holders, of_all
 from .hooks import GUARDS, Judge
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
-from .nodes import Node
-from .shares import SAVED, Fragment, Share, Slice, make_outer_step, sent_parts
+from .nodes import Node, sent_parts
+from .shares import SAVED, Fragment, Share, Slice, make_outer_step
 from .state import on_host
 from .stats import RoundStats, defer
 
@@ -416,7 +416,7 @@ class CO2(LocalUpdateMethod):
     def _outer_steps(self, places: Sequence[slice]) -> tuple[list[outer.OuterStep], list[Tensor]]:
         """Returns steps 3 to 7 on a slice of each payload, and the slices of the last directions."""
         payloads, absent = [b.payload for b in self.buckets], [None] * len(self.buckets)
-        flats = [parts_at(f, places) for f in (payloads, self._x, self._m, self._snapshots, self._directions)]
+        flats = [cut(f, places) for f in (payloads, self._x, self._m, self._snapshots, self._directions)]
         steps = [
             make_outer_step(b.params, *of_bucket, start=place.start, nesterov=self.config.nesterov)
             for b, place, *of_bucket in zip(self.buckets, places, *(f or absent for f in flats), strict=True)
@@ -469,8 +469,8 @@ class CO2(LocalUpdateMethod):
         state = super()._local_state()
         self._now.arrived_tau = self._arrived_tau
         fragments = on_host([{name: getattr(fragment, name) for name in SAVED} for fragment in self.fragments])
-        cut = {"at": self.fragment_index, "reached_in": self._reached_in} if self.is_cut else {}
-        return state | {"fragments": fragments} | cut
+        place = {"at": self.fragment_index, "reached_in": self._reached_in} if self.is_cut else {}
+        return state | {"fragments": fragments} | place
 
     # -- the state ----------------------------------------------------------------------------------------------
 

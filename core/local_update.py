@@ -38,8 +38,8 @@ from .buckets import (
 from .comm import AsyncAllReduce, Reducer, Stage, run, send_first
 from .errors import UserError
 from .hooks import GUARDS, Hook, ReductionInfo
-from .nodes import Node
-from .shares import Share, sent_parts
+from .nodes import Node, sent_parts
+from .shares import Share
 from .state import SavedMethod
 from .stats import AsyncReadback, RoundClock, RoundStats, plus, read_blocks
 from .tau import SyncSchedule

@@ -35,20 +35,7 @@ from torch import Tensor
 from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
 
 from . import outer
-from .buckets import (
-    Bucket,
-    BucketShare,
-    copy,
-    elements,
-    has_triton,
-    on_device,
-    parts_at,
-    pinned,
-    slices,
-    slices_alike,
-    views,
-    wipe,
-)
+from .buckets import BucketShare, copy, cut, elements, has_triton, on_device, pinned, slices, slices_alike, views, wipe
 from .comm import BACKGROUND, OtherWork, Reducer, Stage, gather_parts, run, sum_flats
 from .groups import Holding, of_all
 from .hooks import Judge
@@ -115,23 +102,6 @@ class Fragment:
 SAVED = ("arrived_tau", "lag", "last_alpha", "momentum_norm", "numbers", "spoilt")  # of a Fragment, in checkpoints
 
 
-def sent_parts(
-    node: Node,
-    buckets: Sequence[Bucket],
-    places: Sequence[slice] | None = None,
-    scalars: int | None = None,
-    *,
-    owned: bool = False,
-) -> list[BucketShare]:
-    """Returns what a rank sends to the other nodes: its shares, or the slices `places` of them.
-
-    A worker by itself is a node with one share, the whole. `scalars` and `owned`: see BucketShare.
-    """
-    shares = node.own_shares(buckets)
-    at = zip(buckets, shares, places or [slice(0, len(g)) for g in shares], strict=True)
-    return [BucketShare(b, g[place], node.row * len(g) + place.start, scalars, owned=owned) for b, g, place in at]
-
-
 class Slice(Fragment):
     """A fragment of a share: the slices `places` of its flat tensors.
 
@@ -155,8 +125,8 @@ class Slice(Fragment):
         super().__init__(*fragment)
         m, owners = share.method, share.owners
         self.places, owned = places, [slice(place.start // owners, place.stop // owners) for place in places]
-        self.g, self.x, self.snapshots = (parts_at(flats, places) for flats in (share.g, share.x, share.snapshots))
-        self.m, self.directions = (parts_at(flats, owned) for flats in (share.m, share.directions))
+        self.g, self.x, self.snapshots = (cut(flats, places) for flats in (share.g, share.x, share.snapshots))
+        self.m, self.directions = (cut(flats, owned) for flats in (share.m, share.directions))
         self.own_g, self.own_x = share.owned(self.g), self.x if share.next_x else share.owned(self.x)
         at = zip(self.own_g, self.own_x, self.m, self.directions or [None] * len(places), strict=True)
         self.updates = [

@@ -17,8 +17,7 @@ from core import CO2, CO2Config, UserError, make_method
 from core.buckets import Scalars, make_buckets
 from core.comm import AsyncAllReduce, Reducer
 from core.config import CompressionConfig
-from core.nodes import Node
-from core.shares import sent_parts
+from core.nodes import Node, sent_parts
 from core.tau import SyncSchedule
 from core.testing import run_distributed
 from core.testing.reference import Reference
