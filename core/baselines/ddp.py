@@ -17,17 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..buckets import (
-    Bucket,
-    Part,
-    Scalars,
-    as_real,
-    copy,
-    has_mean,
-    is_dtensor,
-    keep_unchanged,
-    views,
-)
+from ..buckets import Bucket, Part, Scalars, as_real, copy, has_mean, is_dtensor, keep_unchanged, views
 from ..comm import PAUSE, AsyncAllReduce, Link, Stage, gather_parts, ring_bytes, sum_parts
 from ..compression.quantized import HELD_BACK
 from ..config import CompressionConfig
