@@ -37,13 +37,13 @@ class Baseline(LocalUpdateMethod):
     Args:
         params: See LocalUpdateMethod.
         tau: Local steps per round.
-        config: The method's own settings, of the class `settings`.
+        config: The method's own settings, if it has any.
         compression: How the average is compressed for the network. Anchors are then kept, because rounding the
             parameters themselves would lose more than a round changes them.
         **args: See CommonArgs.
     """
 
-    settings: type = type(None)
+    _settings: type = type(None)
     _keeps_anchors = _overlaps = False
 
     def __init__(
@@ -55,7 +55,7 @@ class Baseline(LocalUpdateMethod):
         compression: CompressionConfig | None = None,
         **args: Unpack[CommonArgs],
     ):
-        self.config = of_kind(config, self.settings, "config")
+        self.config = of_kind(config, self._settings, "config")
         shared, given = shared_settings(tau, compression), tensors_of(params, "parameters")
         refuse_shards(given, args.get("group"))
         shared.compression.check_given()
@@ -131,7 +131,7 @@ class SlowMo(Blocking):
         **args: See Baseline.
     """
 
-    name, settings, _keeps_anchors = "SlowMo", SlowMoConfig, True
+    name, _settings, _keeps_anchors = "SlowMo", SlowMoConfig, True
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class OverlapLocalSGD(Baseline):
     the average. Baseline lists the arguments. `config` is an OverlapLocalConfig.
     """
 
-    name, settings = "OverlapLocalSGD", OverlapLocalConfig
+    name, _settings = "OverlapLocalSGD", OverlapLocalConfig
     _keeps_anchors = _overlaps = _starts_near_anchor = True
 
     def __init__(self, *given: Any, **args: Any):
