@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -107,10 +107,6 @@ class Bucket:
         )
         self.buffer_ends = sizes.cumsum(0)
 
-    def sent(self) -> list[Tensor]:
-        """Returns the parts of `flat` that travel: one, or two if some buffers do not travel."""
-        return [self.flat] if self.start == self.padded else [self.flat[: self.padded], self.rest]
-
     @torch.no_grad()
     def flat_buffers(self) -> Tensor:
         """Returns a copy of all live buffers, 1-d in the order of `given`."""
@@ -139,7 +135,7 @@ class Part:
 
 
 class BucketShare:
-    """A rank's part of a bucket on a node: its share of the payload, all buffers that travel, and the scalars.
+    """The part of a bucket that a rank sends: a share of the payload, all buffers that travel, and the scalars.
 
     Args:
         bucket: The bucket.
@@ -477,6 +473,35 @@ def _elements(p: Tensor, first: int, last: int) -> list[Tensor]:
     found = _elements(p[a - 1], first - (a - 1) * n, n) if first < a * n else []
     found += [p[a:b]] if a < b else []
     return found + (_elements(p[b], 0, last - b * n) if b * n < last else [])
+
+
+UNIT = 128  # elements: large fragments begin at its multiples, so that blocks of a narrow format are whole
+
+
+def slices(numel: int, count: int, multiple: int = 1) -> list[slice]:
+    """Returns `count` slices of about equal lengths that cover `numel` elements, and end at multiples of `multiple`."""
+    unit = UNIT if multiple == 1 and numel >= 8 * count * UNIT else multiple
+    ends = [min(numel, -(-numel * i // (count * unit)) * unit) for i in range(count + 1)]
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
+    """Returns slices of tensors that the ranks of a node shard. All ranks cut a tensor that all hold at one element.
+
+    Args:
+        sizes: Each tensor's elements on this rank, and on all ranks.
+        count: Number of slices.
+    """
+    starts, ends = [*accumulate((whole for _, whole in sizes), initial=0)], [0]
+    for place in slices(starts[-1], count):  # of the whole tensors
+        reached = (min(max(place.stop - start, 0), whole) for start, (_, whole) in zip(starts, sizes, strict=False))
+        ends.append(sum(-(-own * n // max(1, whole)) for n, (own, whole) in zip(reached, sizes, strict=True)))
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def cut(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
+    """Returns a slice of each flat tensor, of none if there are none."""
+    return [flat[place] for flat, place in zip(flats, places, strict=False)]
 
 
 def on_device(flag: Tensor, device: torch.device) -> Tensor:

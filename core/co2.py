@@ -63,22 +63,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import outer
-from .buckets import is_dtensor, local_shard, unique
+from .buckets import cut, is_dtensor, local_shard, slices, unique
 from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, named_rule, scheduled
 from .errors import UserError
 from .groups import Holders, of_all
 from .hooks import GUARDS, Judge
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
-from .nodes import Node
-from .shares import SAVED, Fragment, Share, SharedMethod, make_outer_step, parts_at, sent_parts, slices
+from .nodes import Node, sent_parts
+from .shares import SAVED, Fragment, Share, Slice, make_outer_step
 from .state import on_host
 from .stats import RoundStats, defer
 
 OWN = len(OWN_SCALARS)  # scalars that travel with every fragment
 
 
-class CO2(LocalUpdateMethod, SharedMethod):
+class CO2(LocalUpdateMethod):
     """Hides the all-reduce of data-parallel training behind tau local steps.
 
     With merge "restart", delay "boundary" and a fixed tau, the parameters of every worker equal x_{n,0} bit for bit
@@ -356,7 +356,7 @@ class CO2(LocalUpdateMethod, SharedMethod):
         c, stats, fragment = self.config, self.clock.stats, self._now
         if not fragment.outer_steps:
             return  # there are more fragments than elements
-        numel, last_alpha = fragment.numel, fragment.last_alpha
+        numel, last_alpha = sum(map(len, fragment.payloads)), fragment.last_alpha
         if arrived:
             # Delta = _scale * payload. _scale is one over the number of workers, without excluded ones.
             delta_norm = stats.pseudo_gradient_norm = self._scale * outer.norm(fragment.payloads)
@@ -405,21 +405,18 @@ class CO2(LocalUpdateMethod, SharedMethod):
         owned, is_first = share is not None and share.shard, not self.fragments
         whole = zip(*(slices(b.numel, count) for b in self.buckets), strict=True)
         for i, places in enumerate(whole if share is None else share.cut(count)):
-            parts, reducer = self.buckets, self.reducer
-            if share is not None or self.is_cut:
-                parts = sent_parts(self.node, self.buckets, places, OWN if i else None, owned=owned)
+            parts, reducer = sent_parts(self.node, self.buckets, places, OWN if i else None, owned=owned), self.reducer
             if self.is_cut or not is_first:  # else the constructor has made it
                 reducer = self._make_reducer(parts, self.scalars, self.allreduce.rank, self.allreduce.world_size)
-            steps, directions = ([], []) if share is not None else self._outer_steps(places)
-            numbers = self._arrived_tau, lag
-            fragments.append(Fragment(parts, steps, directions, reducer, self.params[0].device, *numbers))
+            made = parts, reducer, self.params[0].device, self._arrived_tau, lag
+            fragments.append(Slice(share, places, *made) if share else Fragment(*made, *self._outer_steps(places)))
         self.fragments, self.fragment_index = fragments, 0
         self.reducer, self.sent_payloads = fragments[0].reducer, fragments[0].payloads
 
     def _outer_steps(self, places: Sequence[slice]) -> tuple[list[outer.OuterStep], list[Tensor]]:
         """Returns steps 3 to 7 on a slice of each payload, and the slices of the last directions."""
         payloads, absent = [b.payload for b in self.buckets], [None] * len(self.buckets)
-        flats = [parts_at(f, places) for f in (payloads, self._x, self._m, self._snapshots, self._directions)]
+        flats = [cut(f, places) for f in (payloads, self._x, self._m, self._snapshots, self._directions)]
         steps = [
             make_outer_step(b.params, *of_bucket, start=place.start, nesterov=self.config.nesterov)
             for b, place, *of_bucket in zip(self.buckets, places, *(f or absent for f in flats), strict=True)
@@ -471,9 +468,9 @@ class CO2(LocalUpdateMethod, SharedMethod):
     def _local_state(self) -> dict[str, Any]:
         state = super()._local_state()
         self._now.arrived_tau = self._arrived_tau
-        fragments = [{name: on_host(getattr(fragment, name)) for name in SAVED} for fragment in self.fragments]
-        cut = {"at": self.fragment_index, "reached_in": self._reached_in} if self.is_cut else {}
-        return state | {"fragments": fragments} | cut
+        fragments = on_host([{name: getattr(fragment, name) for name in SAVED} for fragment in self.fragments])
+        place = {"at": self.fragment_index, "reached_in": self._reached_in} if self.is_cut else {}
+        return state | {"fragments": fragments} | place
 
     # -- the state ----------------------------------------------------------------------------------------------
 

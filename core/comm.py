@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401 - whose arguments' defaults else hold a default group past its end
 from torch import Tensor
 
-from .buckets import Bucket, BucketShare, Scalars
+from .buckets import BucketShare, Scalars
 from .errors import CollectiveError, UserError
 from .groups import (
     backend_for,
@@ -531,7 +531,7 @@ class Reducer:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket | BucketShare],
+        buckets: Sequence[BucketShare],
         scalars: Scalars,  # noqa: ARG002
         rank: int,  # noqa: ARG002
         world_size: int,

@@ -131,30 +131,17 @@ class CO2Config:
         """
         if self.gap != "none" or self.allow_unstable:
             return
-        alpha, beta = self.outer_lr, self.outer_momentum
-        if self.merge != "keep_local" and self.is_a_round_late:
-            if self.nesterov:
-                limit = "(1 - outer_momentum^2) outer_lr + (outer_momentum outer_lr)^2 < 1 - outer_momentum (Nesterov)"
-            else:
-                limit = "a sum below 1"
-            if not outer.settles(alpha, beta, self.nesterov):
-                raise UserError(
-                    f"outer_momentum={beta} + outer_lr={alpha} = {alpha + beta:g} with gap='none' is unstable: a step "
-                    "taken one round late settles only while beta + alpha rho / Lambda < 1, where rho nears 1 in "
-                    "directions that tau local steps solve; set gap='elementwise', or lower the two to "
-                    f"{limit} (allow_unstable=True runs it regardless)"
-                )
-            return
-        whole = isinstance(self.delay, str)  # boundary, or auto, which may be as late
+        whole, beta = isinstance(self.delay, str), self.outer_momentum  # boundary, or auto, which may be as late
         late = 1.0 if whole else int(self.delay) / int(self.tau)  # pyright: ignore[reportArgumentType]
         limit = outer.largest_outer_lr(self.merge, beta, late, self.nesterov)
         under = ", nesterov=True" if self.nesterov else ""
+        remedy = "set gap='elementwise', or " if self.merge == "restart" and late else ""
         require(
             self,
-            alpha < limit,
+            self.outer_lr < limit,
             "outer_lr",
             f"with merge={self.merge!r}, delay={self.delay!r}, outer_momentum={beta}{under} and gap='none' it diverges "
-            f"from {limit:.3g} on in directions that tau local steps solve; lower one of the two "
+            f"from {limit:.3g} on in directions that tau local steps solve; {remedy}lower one of the two "
             "(allow_unstable=True runs it regardless)",
         )
 

@@ -38,8 +38,8 @@ from .buckets import (
 from .comm import AsyncAllReduce, Reducer, Stage, run, send_first
 from .errors import UserError
 from .hooks import GUARDS, Hook, ReductionInfo
-from .nodes import Node
-from .shares import Share, sent_parts
+from .nodes import Node, sent_parts
+from .shares import Share
 from .state import SavedMethod
 from .stats import AsyncReadback, RoundClock, RoundStats, plus, read_blocks
 from .tau import SyncSchedule
@@ -164,7 +164,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         sync_schedule: SyncSchedule,
         buffers: Iterable[Tensor] = (),
         allreduce: Callable[[torch.device], AsyncAllReduce] = AsyncAllReduce,
-        reducer: Callable[[Sequence[Bucket | BucketShare], Scalars, int, int], Reducer] = Reducer,
+        reducer: Callable[[Sequence[BucketShare], Scalars, int, int], Reducer] = Reducer,
         hooks: Sequence[Hook] = (),
         share: Share | None = None,
     ):
@@ -201,7 +201,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self.scalars.attach(self.buckets[0].scalars)
         # 0-d views into the first bucket, so the all-reduce sums what is written to them
         self._finished, self._steps, self._weight = (self.scalars[name] for name in OWN_SCALARS)
-        sent = self.buckets if share is None else sent_parts(share.node, self.buckets, owned=share.shard)
+        sent = sent_parts(self.node, self.buckets, owned=share is not None and share.shard)
         self.reducer = reducer(sent, self.scalars, self.allreduce.rank, self.allreduce.world_size)
         self._scale: float | Tensor = self.reducer.scale
         self.state, self.replicated, self.anchors = State(self.buckets), list[Tensor](), list[Tensor]()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import outer
-from .buckets import Bucket, copy, is_dtensor, local_shard, views
+from .buckets import Bucket, BucketShare, copy, is_dtensor, local_shard, views
 from .comm import OtherWork, Stage, gather_parts, run, send_first, set_timeout, sum_flats
 from .errors import UserError
 from .groups import Holders, Holding, broadcast, compare, holding_of, leave_group, local_world_size, new_group, of_all
@@ -233,3 +233,20 @@ class Node:
         for n, places in ((n, places) for (n, _), places in where.items() if n > 1):
             total += (1 - 1 / n) * outer.norm([flats[i][place] for i, place in places]).double().square()
         return total
+
+
+def sent_parts(
+    node: Node,
+    buckets: Sequence[Bucket],
+    places: Sequence[slice] | None = None,
+    scalars: int | None = None,
+    *,
+    owned: bool = False,
+) -> list[BucketShare]:
+    """Returns what a rank sends to the other nodes: its shares, or the slices `places` of them.
+
+    A worker by itself is a node with one share, the whole. `scalars` and `owned`: see BucketShare.
+    """
+    shares = node.own_shares(buckets)
+    at = zip(buckets, shares, places or [slice(0, len(g)) for g in shares], strict=True)
+    return [BucketShare(b, g[place], node.row * len(g) + place.start, scalars, owned=owned) for b, g, place in at]

@@ -141,33 +141,29 @@ def consensus_distance(squares: Tensor, weight: Tensor, mean_norm: Tensor) -> Te
 # -- stability, on a quadratic whose error tau local steps reduce by the share rho -----------------------------------
 
 
-def settles(alpha: float, beta: float, nesterov: bool = False) -> bool:
-    """Whether a step delayed by one round, without a penalty, settles however far tau local steps solve a direction.
-
-    x_{t+1} = (1 + beta) x_t - beta x_{t-1} - alpha rho x_{t-1}. Jury's criterion at rho = 1, the worst case, is
-    beta + alpha < 1. Local steps that overshoot have rho above 1. Then beta + rho alpha < 1 is the condition.
-    Under Nesterov momentum, (1 + beta) x_{t-1} - beta x_{t-2} takes the place of the last x_{t-1}, and the criterion is
-    beta + (1 - beta^2) alpha + beta^2 alpha^2 < 1.
-    """
-    n = beta * nesterov
-    return beta + (1 - n * beta) * alpha + (n * alpha) ** 2 < 1
-
-
 @functools.cache
 def largest_outer_lr(merge: Merge, beta: float, late: float, nesterov: bool = False) -> float:
-    """Returns the outer learning rate from which a merge on arrival, without a penalty, makes some direction grow.
+    """Returns the outer learning rate from which the outer step, without a penalty, makes some direction grow.
 
-    tau local steps leave the share a of an error, and the local steps behind the merge leave b = a^(1 - late). Without
-    a delay the limit is 2 (1 + beta), under Nesterov momentum over 1 + 2 beta. keep_local adds the old momentum's kick
-    late.
+    tau local steps leave the share a of an error, and the local steps behind a merge on arrival leave b = a^(1 - late).
+    Without a delay the limit is 2 (1 + beta), under Nesterov momentum over 1 + 2 beta. keep_local adds the old
+    momentum's kick late. A restart one round late has x_{t+1} = (1 + beta) x_t - beta x_{t-1} - alpha rho x_{t-1}.
+    Jury's criterion at rho = 1, the worst case without overshoot, is beta + alpha < 1. Under Nesterov momentum,
+    (1 + beta) x_{t-1} - beta x_{t-2} takes the place of the last x_{t-1}, and the criterion is
+    beta + (1 - beta^2) alpha + beta^2 alpha^2 < 1.
 
     Args:
+        merge: How the worker continues.
         beta: Outer momentum.
-        late: Local steps between the start of the all-reduce and the merge, over tau.
+        late: Local steps between the start of the all-reduce and the merge, over tau. 1 or 0 for a restart.
+        nesterov: Whether the momentum is Nesterov's.
     """
     n = beta * nesterov
     undelayed = 2 * (1 + beta) / (1 + 2 * n)
-    if merge != "keep_local" or not late:
+    if merge == "restart" and late:
+        linear = 1 - n * beta
+        return 2 * (1 - beta) / (linear + (linear**2 + 4 * n**2 * (1 - beta)) ** 0.5)
+    if not late:
         return undelayed
     return min(undelayed, *(_limit(i / SHARES, beta, late, n, undelayed) for i in range(SHARES)))
 

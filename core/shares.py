@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -36,10 +35,10 @@ from torch import Tensor
 from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
 
 from . import outer
-from .buckets import Bucket, BucketShare, copy, elements, has_triton, on_device, pinned, views, wipe
+from .buckets import BucketShare, copy, cut, elements, has_triton, on_device, pinned, slices, slices_alike, views, wipe
 from .comm import BACKGROUND, OtherWork, Reducer, Stage, gather_parts, run, sum_flats
 from .groups import Holding, of_all
-from .hooks import HookedMethod, Judge
+from .hooks import Judge
 from .nodes import Node, Where
 from .outer import FusedOuterStep, OuterStep
 from .stats import read_blocks
@@ -60,9 +59,6 @@ def make_outer_step(
     return kind(params, d, *state, start=start)
 
 
-UNIT = 128  # elements: large fragments begin at its multiples, so that blocks of a narrow format are whole
-
-
 @dataclass
 class Fragment:
     """A slice of each payload, or on a node of this rank's share of each (Slice).
@@ -71,30 +67,29 @@ class Fragment:
 
     Attributes:
         parts: The parts of the buckets that the all-reduce sends.
-        payloads: Their slices of the payloads. They have `numel` elements together.
-        outer_steps: Steps 3 to 7 on the slices. Empty on a node, and none for an empty slice.
-        directions: The slices of the last step under Nesterov momentum with a gap, otherwise empty.
+        payloads: Their slices of the payloads.
         reducer: Reduces the parts.
         device: The parameters' device.
         arrived_tau: tau of the round whose average arrived last.
         lag: Local steps from the start of its last all-reduce to the last boundary; negative if it has started since.
+        outer_steps: Steps 3 to 7 on the slices. Empty on a node, and none for an empty slice.
+        directions: The slices of the last step under Nesterov momentum with a gap, otherwise empty.
         last_alpha: outer_lr of its last outer step; 0 if the last boundary took none.
         momentum_norm: The norm of its m, 0-d float64.
         numbers: On a node in place of last_alpha and momentum_norm, see Share. [5] float64.
         spoilt: On a node in the paper's order, whether this rank's last difference was not finite, 0-d bool.
     """
 
-    parts: Sequence[Bucket | BucketShare]
-    outer_steps: list[OuterStep]
-    directions: list[Tensor]
+    parts: Sequence[BucketShare]
     reducer: Reducer
     device: torch.device
     arrived_tau: int
-    lag: int = 0
+    lag: int
+    outer_steps: Sequence[OuterStep] = ()
+    directions: Sequence[Tensor] = ()
 
     def __post_init__(self):
         self.payloads = [part.payload for part in self.parts]
-        self.numel = sum(part.numel for part in self.parts)
         self.begin()
 
     def begin(self) -> None:
@@ -107,57 +102,11 @@ class Fragment:
 SAVED = ("arrived_tau", "lag", "last_alpha", "momentum_norm", "numbers", "spoilt")  # of a Fragment, in checkpoints
 
 
-def slices(numel: int, count: int, multiple: int = 1) -> list[slice]:
-    """Returns `count` slices of about equal lengths that cover `numel` elements, and end at multiples of `multiple`."""
-    unit = UNIT if multiple == 1 and numel >= 8 * count * UNIT else multiple
-    ends = [min(numel, -(-numel * i // (count * unit)) * unit) for i in range(count + 1)]
-    return [slice(a, b) for a, b in pairwise(ends)]
+class Slice(Fragment):
+    """A fragment of a share: the slices `places` of its flat tensors.
 
-
-def slices_alike(sizes: Sequence[tuple[int, int]], count: int) -> list[slice]:
-    """Returns slices of tensors that the ranks of a node shard. All ranks cut a tensor that all hold at one element.
-
-    Args:
-        sizes: Each tensor's elements on this rank, and on all ranks.
-        count: Number of slices.
-    """
-    starts, ends = [*accumulate((whole for _, whole in sizes), initial=0)], [0]
-    for cut in slices(starts[-1], count):  # of the whole tensors
-        reached = (min(max(cut.stop - start, 0), whole) for start, (_, whole) in zip(starts, sizes, strict=False))
-        ends.append(sum(-(-own * n // max(1, whole)) for n, (own, whole) in zip(reached, sizes, strict=True)))
-    return [slice(a, b) for a, b in pairwise(ends)]
-
-
-def sent_parts(
-    node: Node,
-    buckets: Sequence[Bucket],
-    places: Sequence[slice] | None = None,
-    scalars: int | None = None,
-    *,
-    owned: bool = False,
-) -> list[BucketShare]:
-    """Returns what a rank sends to the other nodes: its shares, or the slices `places` of them.
-
-    A worker by itself is a node with one share, the whole. `scalars` and `owned`: see BucketShare.
-    """
-    shares = node.own_shares(buckets)
-    at = zip(buckets, shares, places or [slice(0, len(g)) for g in shares], strict=True)
-    return [BucketShare(b, g[place], node.row * len(g) + place.start, scalars, owned=owned) for b, g, place in at]
-
-
-class SharedMethod(HookedMethod):
-    """The part of a CO2 that its Share reads and writes."""
-
-    config: Any  # the settings of the current round
-    fragments: Sequence[Fragment]  # the parts of the payload that a round sends in turn
-    in_paper_order: bool  # whether the average is merged at the next boundary
-
-
-class Slice:
-    """A fragment of a share: the slices `places` of its flat tensors, as lists with one 1-d tensor per bucket.
-
-    Their dtype is float64 for float64 parameters, otherwise float32. A slice has n elements, of which this rank owns
-    k: all, or with `shard` one of as many equal parts as there are workers.
+    A slice has n elements, of which this rank owns k: all, or with `shard` one of as many equal parts as there are
+    workers.
 
     Attributes:
         g, snapshots: Slices of the payload and the snapshot, [n].
@@ -165,26 +114,28 @@ class Slice:
         own_g, own_x, m, directions: g, x, the momentum and the last direction of what this rank owns, [k].
         updates: Steps 4 to 7. Their parameters are own_g, where they leave x_{t+1,0}.
         here, owned: Node.places of g and of own_g.
-        numel_here, numel: Elements on this rank, where one on several ranks counts in part, and of the whole model.
+        numel: Elements of the whole model.
         takes: Step 3.
         own, others: (live elements, the same of the payload), in a parameter's shape, of this rank's share and of the
             other ranks' shares.
         copies: With offload, copies of the live elements in `own`, in host memory.
     """
 
-    def __init__(self, share: Share, places: Sequence[slice]):
+    def __init__(self, share: Share, places: Sequence[slice], *fragment: Any):
+        super().__init__(*fragment)
         m, owners = share.method, share.owners
         self.places, owned = places, [slice(place.start // owners, place.stop // owners) for place in places]
-        self.g, self.x, self.snapshots = (parts_at(flats, places) for flats in (share.g, share.x, share.snapshots))
-        self.m, self.directions = (parts_at(flats, owned) for flats in (share.m, share.directions))
+        self.g, self.x, self.snapshots = (cut(flats, places) for flats in (share.g, share.x, share.snapshots))
+        self.m, self.directions = (cut(flats, owned) for flats in (share.m, share.directions))
         self.own_g, self.own_x = share.owned(self.g), self.x if share.next_x else share.owned(self.x)
         at = zip(self.own_g, self.own_x, self.m, self.directions or [None] * len(places), strict=True)
         self.updates = [
             make_outer_step([g], g, x, own_m, None, d, nesterov=m.config.nesterov) for g, x, own_m, d in at if len(g)
         ]
         self.here, self.owned = (share.node.places(m.params, m.buckets, flats) for flats in (self.g, self.own_g))
-        self.numel_here = sum((at.stop - at.start) / n for (n, _), where in self.here.items() for _, at in where)
-        self.numel = 0  # until all ranks have told theirs
+        # an element on several ranks counts in part on each
+        here = sum((at.stop - at.start) / n for (n, _), where in self.here.items() for _, at in where)
+        self.numel = round(here if share.node.group is None else sum(of_all(here, share.node.group)))
 
     def lay_out(self, share: Share) -> None:
         """Finds the live elements, again if a storage has moved."""
@@ -221,7 +172,10 @@ class Share:
             excluded, and whether the payload holds x_{t+1,0}, not a change. They are on the payloads' device, because
             the background reads and writes them in another stream.
         stats: Statistics of the outer step that ran last.
+        method: The CO2 that calls it.
     """
+
+    method: Any
 
     def __init__(self, node: Node, *, shard: bool, offload: bool, unit: int = 1):
         self.node, self.shard, self.offload, self._unit = node, shard, offload, unit
@@ -242,7 +196,7 @@ class Share:
         rank = self.method.allreduce.rank if self.shard else 0
         return [flat.view(self.owners, -1)[rank] for flat in flats]
 
-    def attach(self, method: SharedMethod) -> None:
+    def attach(self, method: Any) -> None:
         """Makes the outer state, when the method has its buckets."""
         self.method, c = method, method.config
         self.owners = method.allreduce.world_size if self.shard else 1
@@ -269,29 +223,24 @@ class Share:
             at = [slices_alike([(p.numel(), wholes[id(p)]) for p in b.params], count) for b in m.buckets]
         else:
             at = [slices(len(g), count, self.owners * self._unit if self.shard else 1) for g in self.g]
-        self._slices = [Slice(self, places) for places in zip(*at, strict=True)]
-        numels = [[s.numel_here for s in self._slices]]
-        numels = numels if node.group is None else of_all(numels[0], node.group)
-        for s, of_ranks in zip(self._slices, zip(*numels, strict=True), strict=True):
-            s.numel = round(sum(of_ranks))
         self._layout: list[tuple[int, tuple[int, ...]]] = []
-        return [s.places for s in self._slices]
+        return [*zip(*at, strict=True)]
 
     @property
     def now(self) -> Slice:
         """The current fragment."""
-        return self._slices[self.method.fragment_index]
+        return self.method.fragments[self.method.fragment_index]
 
     @property
     def numbers(self) -> Tensor:
-        return self.method.fragments[self.method.fragment_index].numbers
+        return self.now.numbers
 
     def _lay_out(self) -> None:
         """Finds the live parameters in all fragments, again if a storage has moved."""
         layout = [(p.data_ptr(), p.stride()) for p in self.method.params]
         if layout != self._layout:
             self._layout = layout
-            for s in self._slices:
+            for s in self.method.fragments:
                 s.lay_out(self)
 
     @torch.no_grad()
@@ -349,7 +298,7 @@ class Share:
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the live parameters' elements in the current fragment, and the same elements of the payload."""
         self._lay_out()
-        merged = self._slices if self._merges_all else [self.now]
+        merged = self.method.fragments if self._merges_all else [self.now]
         pairs = [pair for s in merged for pair in s.own + s.others]
         return [p for p, _ in pairs], [x for _, x in pairs]
 
@@ -438,7 +387,7 @@ class Share:
 
         The buffers of pipeline stages are each stage's own.
         """
-        parts, node = self.method.fragments[self.method.fragment_index].parts, self.node
+        parts, node = self.now.parts, self.node
         if node.group is None:
             return
         rests = [part.rest for part in parts if len(part.rest)] if not node.separate else [parts[0].scalars.double()]
@@ -450,7 +399,7 @@ class Share:
 
     def _outer_step(self, s: Slice) -> Iterator[Stage]:
         """Steps 4 to 7 on what this rank owns. g becomes x_{t+1,0}. An average of no local step changes nothing."""
-        m, c, numbers = self.method, self.method.config, self.numbers
+        m, c, numbers = self.method, self.method.config, s.numbers
         own, weight, moved = s.own_g, m.scalars["weight"].double(), m.scalars["steps"] > 0
         scale = torch.where(weight == 0, 1.0, 1 / weight)
         if self.next_x:
@@ -486,7 +435,7 @@ class Share:
             g.sub_(rule.alpha.to(step) * step) if isinstance(rule.alpha, Tensor) else g.sub_(step, alpha=rule.alpha)
         numbers[ALPHA].copy_(alpha)  # in place, because another stream reads it
         m_squares = total[0] - self.node.surplus(s.m, s.owned)
-        self._count(s, numbers, torch.where(moved, m_squares, numbers[M_SQUARES]))
+        self._count(s, torch.where(moved, m_squares, numbers[M_SQUARES]))
         count = max(1, sum(map(len, s.m)))
         self.stats = {"pseudo_gradient_norm": delta_norm, "momentum_norm": m_norm, "clipped_share": total[3] / count}
         if c.gap != "none":
@@ -494,12 +443,12 @@ class Share:
         if not m.is_cut:  # the squares belong to the whole payload
             self.stats["consensus_distance"] = outer.consensus_distance(m.scalars["squares"], weight, sent_norm)
 
-    def _count(self, s: Slice, numbers: Tensor, m_squares: Tensor) -> None:
+    def _count(self, s: Slice, m_squares: Tensor) -> None:
         """Sets a fragment's sums of squares, of its momentum and its last step."""
-        numbers[M_SQUARES].copy_(m_squares)
+        s.numbers[M_SQUARES].copy_(m_squares)
         if s.directions:
             m_squares = self._square(s.directions, s.owned)
-        numbers[STEP_SQUARES].copy_(m_squares)
+        s.numbers[STEP_SQUARES].copy_(m_squares)
 
     def _square(self, flats: Sequence[Tensor], where: Mapping[Holding, Where]) -> Tensor:
         """Returns this rank's part of the node's sum of squares, 0-d float64. `where` are their Node.places."""
@@ -513,8 +462,8 @@ class Share:
         payloads are zero elsewhere.
         """
         method = self.method
-        for i, s in enumerate(self._slices):
-            self._count(s, method.fragments[i].numbers, self._square(s.m, s.owned))
+        for s in method.fragments:
+            self._count(s, self._square(s.m, s.owned))
         self._merges_all = bool(self.snapshots) and method.allreduce.in_flight
         if self._merges_all and self.numbers[WHOLE] > 0:  # every parameter becomes x
             self._fill()
@@ -542,8 +491,3 @@ class Share:
         """Waits until nothing that is queued reads or writes host memory."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).synchronize()  # it waits for the copies' stream
-
-
-def parts_at(flats: Sequence[Tensor], places: Sequence[slice]) -> list[Tensor]:
-    """Returns a slice of each flat tensor, of none if there are none."""
-    return [flat[place] for flat, place in zip(flats, places, strict=False)]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
 
 from .buckets import Bucket, copy
 from .comm import Reducer
@@ -25,7 +26,7 @@ def under_rank(state: dict[str, Any]) -> dict[str, Any]:
     torch.distributed.checkpoint writes one dict for all workers, and each key once, even if workers hold different
     values.
     """
-    return {f"rank{_rank()}": state}
+    return {f"rank{own_rank()}": state}
 
 
 def of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,12 +37,12 @@ def of_rank(state: Mapping[str, Any]) -> dict[str, Any]:
             "the checkpoint's state has no key with a worker's rank, so an older version wrote it: resume with that "
             "version, or start afresh"
         )
-    rank = _rank()
+    rank = own_rank()
     return state[f"rank{rank if rank in ranks else ranks[rank % len(ranks)]}"]
 
 
-def _rank() -> int:
-    """This worker's rank, 0 without torch.distributed."""
+def own_rank() -> int:
+    """Returns this process's rank, 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -65,15 +66,13 @@ def check_saved(saved: Mapping[str, Sequence[Tensor]], current: Mapping[str, Seq
             )
 
 
-def on_host(held: Any) -> Any:
-    """Copies a tensor, or a list of them one by one, to host memory, and waits for it. Returns anything else as it is.
+def on_host(state: Any) -> Any:
+    """Returns a state with copies of its tensors in host memory. The host waits for them.
 
     A GPU needs no memory for it. The host's memory is not pinned: torch would round it up to a power of two, and keep
     it.
     """
-    if isinstance(held, list):
-        return [on_host(t) for t in held]
-    return held.to("cpu", copy=True) if isinstance(held, Tensor) else held
+    return tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), state)
 
 
 class SavedMethod(HookedMethod):
@@ -144,13 +143,13 @@ class SavedMethod(HookedMethod):
         self.allreduce.check_alive()
         self.allreduce.drain()
         self._saved_at = self.rounds, self.local_steps
-        return {
+        state = {
             "method": self.name,
-            "state": {name: on_host(flats) for name, flats in self.state.items() if name not in self._unsaved},
-            "flats": on_host([b.flat for b in self.buckets]),
+            "state": {name: flats for name, flats in self.state.items() if name not in self._unsaved},
+            "flats": [b.flat for b in self.buckets],
             "in_flight": self.allreduce.in_flight,
             "reducer": self.reducer.kind,
-            "residual": {name: on_host(flats) for name, flats in self._residual().items()},
+            "residual": self._residual(),
             "rank": self.allreduce.rank,
             "workers": self.allreduce.world_size,
             "places": self.allreduce.places,
@@ -159,10 +158,11 @@ class SavedMethod(HookedMethod):
             "launched": self.allreduce.launched,  # also of other fragments than the first
             "taus": [self._sent_tau, self._arrived_tau, self.tau],
             "order": order_of(self.trained),
-            "hooks": {hook.name: on_host(hook.state_dict()) for hook in self.hooks if hook.name},
-            "first_buffers": on_host([b.first_values for b, _ in self._own_buffers]),
+            "hooks": {hook.name: hook.state_dict() for hook in self.hooks if hook.name},
+            "first_buffers": [b.first_values for b, _ in self._own_buffers],
             "changing": None if self._changing is None else sorted(self._changing),
         }
+        return on_host(state)
 
     def _load_local_state(self, state: dict[str, Any]) -> None:
         """Restores what _local_state returned."""

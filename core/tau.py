@@ -35,6 +35,7 @@ MOST = 8  # fragments at most
 CUT_MARGIN = 0.15  # with several fragments, the local steps exceed the round's all-reduces by this share
 VOTED = 3  # on nodes, further local steps of a round, for the votes of its fragments (AsyncAllReduce.arrived)
 FLOAT32 = {"float32": 4.0}  # format -> bytes per element
+SAVED = ("tau", "fragments", "compression", "_received", "_untested", "_previous", "_extra_steps", "_rounds_of_waits")
 
 
 class SyncSchedule:
@@ -150,7 +151,7 @@ class TauTuner:
         """Forgets all times, and tests the other compressions again. tau and the compression stay until then."""
         self._untested = [other for other in self.compressions if other != self.compression]
         # during a test: the previous compression, the tau that it needs, and its all-reduce time in seconds
-        self._tested_against: tuple[str, int, float] | None = None
+        self._previous: tuple[str, int, float] | None = None
         self._received = 0  # rounds whose times have arrived; negative after a change of compression
         # seconds of a local step, an all-reduce and a boundary in each of the last rounds
         self._times = deque[tuple[float, float, float]](maxlen=WINDOW)
@@ -307,8 +308,8 @@ class TauTuner:
         stays.
         """
         text = f"with {self.compression} the all-reduce takes {allreduce:.4g} s and a local step {step:.4g} s"
-        if self._tested_against is not None:
-            (previous, tau, expected), self._tested_against = self._tested_against, None
+        if self._previous is not None:
+            (previous, tau, expected), self._previous = self._previous, None
             if allreduce <= step or required <= tau:
                 return None
             why = f"{text}: it needs {required} steps, and {previous} needs {tau}, so {previous} is used again"
@@ -319,7 +320,7 @@ class TauTuner:
             tau = smallest_tau(expected, step, self._margin(step, expected))
             if expected > step and tau > required:
                 return None
-            self._tested_against = self.compression, required, allreduce
+            self._previous = self.compression, required, allreduce
             self.compression, self._untested = candidate, self._untested[1:]
             why = f"{text}: {self.compression} is tested"
         else:
@@ -342,18 +343,8 @@ class TauTuner:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        steps, allreduces, boundaries = [*map(list, zip(*self._times, strict=True))] or ([], [], [])
-        return {
-            "tau": self.tau,
-            "heard": self._received,
-            "fragments": self.fragments,
-            "decisions": [astuple(d) for d in self.decisions],
-            "steps": steps,
-            "allreduces": allreduces,
-            "boundaries": boundaries,
-            "compression": (self.compression, list(self._untested), self._tested_against),
-            "waits": (self._extra_steps, list(self._waits), self._rounds_of_waits),
-        }
+        lists = {"_times": [*self._times], "_waits": [*self._waits], "decisions": [astuple(d) for d in self.decisions]}
+        return {name: getattr(self, name) for name in SAVED} | lists
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what state_dict returned.
@@ -361,17 +352,13 @@ class TauTuner:
         A state with compressions that this tuner does not have is ignored. A tau that the user has given replaces the
         checkpoint's tau.
         """
-        compression, untested, tested_against = state["compression"]
-        if not {compression, *untested, *(tested_against or ())[:1]} <= self.compressions.keys():
+        used = {state["compression"], *state["_untested"], *(state["_previous"] or ())[:1]}
+        if not used <= self.compressions.keys():
             return
-        self.tau, self._received = self.given or min(state["tau"], self.tau_max), state["heard"]
+        vars(self).update({name: state[name] for name in SAVED})
+        self.tau, self.fragments = self.given or min(self.tau, self.tau_max), self.fragments if self.cuts else 1
         self.decisions = [TauDecision(*d) for d in state["decisions"]]
-        self.fragments = state.get("fragments", 1) if self.cuts else 1
-        self._times.clear()
-        self._times.extend(zip(state["steps"], state["allreduces"], state["boundaries"], strict=True))
-        self.compression, self._untested, self._tested_against = compression, list(untested), tested_against
-        self._extra_steps, waits, self._rounds_of_waits = state.get("waits", (0, [], 0))
-        self._waits = deque(waits, maxlen=WAITS)
+        self._times, self._waits = deque(state["_times"], WINDOW), deque(state["_waits"], WAITS)
 
 
 class AdaptiveTau(SyncSchedule, Hook):
@@ -438,8 +425,8 @@ class AdaptiveTau(SyncSchedule, Hook):
 
     def load_state_dict(self, state: Any) -> None:
         self.tuner.load_state_dict(state)
-        self._timed = state.get("timed", [])
-        if state.get("places", places := self.method.allreduce.places) != places:  # an older version saved none
+        self._timed = state["timed"]
+        if state["places"] != self.method.allreduce.places:
             self.tuner.measure_again()
 
     # -- as a schedule -----------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ def chained(
         parallel = Parallel(model, layout, CPU)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
         optimizer = shard_optimizer(optimizer, parallel.mesh, 1) if layout.zero == 1 else optimizer
-        method = parallel.co2(config) if config else DDP(parallel, average_buffers=False, synchronous=True)
+        method = parallel.co2(config) if config else DDP(parallel, synchronous=True)
         held = Resharded(parallel, optimizer, method)
         others = held.load(folder) if number else {"step": 0}
         assert others is not None and others["step"] == number * steps

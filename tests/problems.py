@@ -17,6 +17,7 @@ from core import CO2, CO2Config, UserError, make_method
 from core.buckets import Scalars, make_buckets
 from core.comm import AsyncAllReduce, Reducer
 from core.config import CompressionConfig
+from core.nodes import Node, sent_parts
 from core.tau import SyncSchedule
 from core.testing import run_distributed
 from core.testing.reference import Reference
@@ -69,7 +70,7 @@ class Mean:
         self.scalars.attach(self.buckets[0].scalars)
         self.allreduce = AsyncAllReduce(self.buckets[0].flat.device, **options)
         workers = self.allreduce.rank, self.allreduce.world_size
-        self.reducer = (reducer or Reducer)(self.buckets, self.scalars, *workers)
+        self.reducer = (reducer or Reducer)(sent_parts(Node(), self.buckets), self.scalars, *workers)
         self.done, self.close = self.allreduce.done, self.allreduce.close
 
     def launch(self) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bench.loss.tasks import InnerState
+from core.buckets import slices
 from core.compression.formats import BLOCK, decode, encode
 from core.errors import UserError
-from core.shares import slices
 
 Gradient = Callable[[Tensor, Any], Tensor]
 EPS = 1e-12

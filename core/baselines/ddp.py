@@ -17,17 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..buckets import (
-    Bucket,
-    Part,
-    Scalars,
-    as_real,
-    copy,
-    has_mean,
-    is_dtensor,
-    keep_unchanged,
-    views,
-)
+from ..buckets import Bucket, Part, Scalars, as_real, copy, has_mean, is_dtensor, keep_unchanged, views
 from ..comm import PAUSE, AsyncAllReduce, Link, Stage, gather_parts, ring_bytes, sum_parts
 from ..compression.quantized import HELD_BACK
 from ..config import CompressionConfig
@@ -157,9 +147,8 @@ class GradientCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this worker's state in host memory."""
-        state = {name: on_host(flats) for name, flats in self.reducer.state.items()}
         counts = {"launched": self.allreduce.launched, "workers": self.allreduce.world_size, "inner": self._per_node}
-        return {"reducer": state, "buckets": self._places} | counts
+        return {"reducer": on_host(self.reducer.state), "buckets": self._places} | counts
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -193,11 +182,11 @@ class DDP(Loop):
 
     Args:
         model: A module on this worker's device, with at least one parameter that requires a gradient.
-        average_buffers: Whether finish() averages the floating-point buffers.
         group, timeout, link: See CommonArgs.
         compression: How gradients are compressed for the network, see GradientCompression.
         hooks: Only a Requests hook is used. Its requests are exchanged every ASK_EVERY steps.
-        synchronous: Whether a model of plain tensors also synchronizes itself (training.layouts.parallel).
+        synchronous: Whether a model of plain tensors also synchronizes itself (training.layouts.parallel). Then its
+            buffers stay each rank's own.
         mesh: [nodes, workers per node]. With a compression except lgreco, a node's workers average gradients in
             float32, and only the averages of the nodes are compressed.
         **options: Other arguments of DistributedDataParallel, such as bucket_cap_mb and find_unused_parameters.
@@ -210,7 +199,6 @@ class DDP(Loop):
         self,
         model: nn.Module,
         *,
-        average_buffers: bool = True,
         group: dist.ProcessGroup | None = None,
         timeout: float = 600.0,
         link: Link | None = None,
@@ -232,7 +220,7 @@ class DDP(Loop):
             failure.register(self.group)
         self._timeout, self._link, self._bytes = timeout, link, 0
         self._module = model  # self.model may wrap it
-        self._given = {name: b for name, b in model.named_buffers() if has_mean(b)} if average_buffers else {}
+        self._given = {name: b for name, b in model.named_buffers() if has_mean(b)} if not synchronous else {}
         self._buffers = [as_real(b) for b in self._given.values()]
         self._spans: list[tuple[Mark, Mark]] = []  # launch and arrival of each bucket's all-reduce
         self._requests = next((hook for hook in hooks if isinstance(hook, Requests)), Requests())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -31,41 +31,45 @@ def shared_settings(tau: int, compression: CompressionConfig | None, **more: Any
     return CO2Config(tau=tau, compression=compression or CompressionConfig(), **more)
 
 
-def args_of(params: Sequence[Tensor], c: CO2Config, args: CommonArgs, *, overlap: bool = True) -> dict[str, Any]:
-    """Does build_args for a method that uses only tau and compression of CO2's settings."""
-    refuse_shards(params, args.get("group"))
-    c.compression.check_given()
-    c.compression.check(params, args.get("group"))
-    return build_args(c, args, overlap=overlap)
-
-
-class Blocking(LocalUpdateMethod):
-    """Base class of methods that wait for an average at every boundary.
-
-    It averages the differences from anchors, or the parameters if there are none.
+class Baseline(LocalUpdateMethod):
+    """Base class of the methods that are no CO2.
 
     Args:
         params: See LocalUpdateMethod.
         tau: Local steps per round.
+        config: The method's own settings, if it has any.
         compression: How the average is compressed for the network. Anchors are then kept, because rounding the
             parameters themselves would lose more than a round changes them.
         **args: See CommonArgs.
     """
 
-    _keeps_anchors = False
+    _settings: type = type(None)
+    _keeps_anchors = _overlaps = False
 
     def __init__(
         self,
         params: Iterable[Tensor],
         tau: int,
+        config: Any = None,
         *,
         compression: CompressionConfig | None = None,
         **args: Unpack[CommonArgs],
     ):
-        shared = shared_settings(tau, compression)
-        super().__init__(given := tensors_of(params, "parameters"), **args_of(given, shared, args, overlap=False))
+        self.config = of_kind(config, self._settings, "config")
+        shared, given = shared_settings(tau, compression), tensors_of(params, "parameters")
+        refuse_shards(given, args.get("group"))
+        shared.compression.check_given()
+        shared.compression.check(given, args.get("group"))
+        super().__init__(given, **build_args(shared, args, overlap=self._overlaps))
         if self._keeps_anchors or shared.compression.format != "float32":
             self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
+
+
+class Blocking(Baseline):
+    """Base class of methods that wait for an average at every boundary.
+
+    It averages the differences from anchors, or the parameters if there are none.
+    """
 
     def _close_round(self, *, finished: bool) -> bool:
         for bucket, start in itertools.zip_longest(self.buckets, self.anchors):
@@ -88,7 +92,7 @@ class Blocking(LocalUpdateMethod):
 class LocalSGD(Blocking):
     """Local-SGD (Stich, ICLR 2019): averages the parameters every tau local steps, and waits.
 
-    With a compression it sends differences from the last average, at the cost of a copy of the parameters. Blocking
+    With a compression it sends differences from the last average, at the cost of a copy of the parameters. Baseline
     lists the arguments.
     """
 
@@ -121,14 +125,13 @@ class SlowMo(Blocking):
 
     u <- beta u + mean_i (x_{t,0} - x^i_{t,tau}) / gamma, then x_{t+1,0} = x_{t,0} - alpha gamma u.
 
-    The arguments that are not listed here are in Blocking's docstring.
-
     Args:
-        config: SlowMo's settings.
+        config: A SlowMoConfig.
         lr: Returns gamma, the current inner learning rate. None means a constant one, which cancels.
+        **args: See Baseline.
     """
 
-    name, _keeps_anchors = "SlowMo", True
+    name, _settings, _keeps_anchors = "SlowMo", SlowMoConfig, True
 
     def __init__(
         self,
@@ -137,11 +140,9 @@ class SlowMo(Blocking):
         config: SlowMoConfig | None = None,
         *,
         lr: Callable[[], float] | None = None,
-        compression: CompressionConfig | None = None,
-        **args: Unpack[CommonArgs],
+        **args: Any,
     ):
-        self.config = of_kind(config, SlowMoConfig, "config")
-        super().__init__(params, tau, compression=compression, **args)
+        super().__init__(params, tau, config, **args)
         self._lr = lr or (lambda: 1.0)
         self._u = self.state.new("outer_momentum")
 
@@ -167,12 +168,8 @@ class DiLoCoConfig:
 class DiLoCo(CO2):
     """DiLoCo (Douillard et al. 2023): every tau local steps, all workers wait for an outer step with Nesterov momentum.
 
-    This is CO2 without the delay, the penalty and the clip. CO2Config(nesterov=True) hides the same step.
-
-    The arguments that are not listed here are in Blocking's docstring.
-
-    Args:
-        config: DiLoCo's settings.
+    This is CO2 without the delay, the penalty and the clip. CO2Config(nesterov=True) hides the same step. `config` is a
+    DiLoCoConfig. Baseline lists the other arguments.
     """
 
     name = "DiLoCo"
@@ -208,44 +205,26 @@ class OverlapLocalConfig:
         require(self, is_number(mu) and 0 <= mu < 1, "anchor_momentum", "give a number in [0, 1)")
 
 
-class OverlapLocalSGD(LocalUpdateMethod):
+class OverlapLocalSGD(Baseline):
     """Overlap-Local-SGD (Wang, Liang and Joshi, ICASSP 2020): an anchor model z, averaged in the background.
 
     At a boundary the average of the last round moves the anchor: v <- mu v + (mean - z), then z <- z + v. Each worker
     is pulled towards the anchor, x^i <- x^i - a (x^i - z), and the all-reduce of the pulled models starts. The workers
     send z minus the pulled model, because z is equal on all of them. They differ until finish(), which leaves all with
-    the average.
-
-    Args:
-        params: See LocalUpdateMethod.
-        tau: Local steps per round.
-        config: The method's settings.
-        compression: How the average is compressed for the network.
-        **args: See CommonArgs.
+    the average. Baseline lists the arguments. `config` is an OverlapLocalConfig.
     """
 
-    name = "OverlapLocalSGD"
+    name, _settings = "OverlapLocalSGD", OverlapLocalConfig
+    _keeps_anchors = _overlaps = _starts_near_anchor = True
 
-    def __init__(
-        self,
-        params: Iterable[Tensor],
-        tau: int,
-        config: OverlapLocalConfig | None = None,
-        *,
-        compression: CompressionConfig | None = None,
-        **args: Unpack[CommonArgs],
-    ):
-        self.config = of_kind(config, OverlapLocalConfig, "config")
-        shared = shared_settings(tau, compression)
-        super().__init__(given := tensors_of(params, "parameters"), **args_of(given, shared, args))
-        self._z = self.replicated = self.anchors = self.state.new("outer_iterate", of_params=True)
+    def __init__(self, *given: Any, **args: Any):
+        super().__init__(*given, **args)
         self._v = self.state.new("anchor_momentum")
-        self._starts_near_anchor = True
 
     def _close_round(self, *, finished: bool) -> bool:
         if self.allreduce.in_flight:
             result = self._wait_allreduce(finished=finished)
-            for bucket, z, v in zip(self.buckets, self._z, self._v, strict=True):
+            for bucket, z, v in zip(self.buckets, self.anchors, self._v, strict=True):
                 rescale(bucket.payload, self._scale)
                 # the payload holds z - mean
                 v.mul_(carried(self.config.anchor_momentum, self.growth)).sub_(bucket.payload)
@@ -255,7 +234,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
                 for bucket in self.buckets:
                     copy(bucket.params, bucket.payload_views)
                 return True
-        for bucket, z in zip(self.buckets, self._z, strict=True):
+        for bucket, z in zip(self.buckets, self.anchors, strict=True):
             for p, anchor in zip(bucket.params, views(z, bucket.params), strict=True):
                 p.lerp_(anchor.to(p.dtype), self.config.pull)  # x^i <- x^i - a (x^i - z)
             bucket.flatten(bucket.payload)
@@ -264,7 +243,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
         return False
 
     def _restart_from_anchor(self, where: Tensor) -> None:
-        for bucket, z in zip(self.buckets, self._z, strict=True):
+        for bucket, z in zip(self.buckets, self.anchors, strict=True):
             copy_where(where, bucket.params, views(z, bucket.params))
 
     @contextlib.contextmanager
@@ -283,7 +262,7 @@ class OverlapLocalSGD(LocalUpdateMethod):
         tensors = [t for b in self.buckets for t in (*b.params, *b.buffers)]
         own = [t.clone() for t in tensors]
         averages: list[Tensor] = []
-        for bucket, z in zip(self.buckets, self._z, strict=True):
+        for bucket, z in zip(self.buckets, self.anchors, strict=True):
             averages += views(z - bucket.payload * scale.to(z), bucket.params)
             averages += [v * scale.to(v) for v in bucket.buffer_views]
         self._write_model(tensors, averages)

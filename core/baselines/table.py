@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..buckets import is_dtensor
 from ..co2 import CO2
 from ..comm import Link
-from ..config import CO2Config, CommonArgs, CompressionConfig, Schedule, named, of_kind
+from ..config import CO2Config, CompressionConfig, Schedule, named, of_kind
 from ..errors import UserError
 from ..guards.extra import Given
 from ..guards.inputs import check_mesh, check_share
@@ -23,27 +23,6 @@ from ..hooks import Hook
 from ..local_update import LocalUpdateMethod
 from .ddp import DDP
 from .local import TAU_AUTO, DiLoCo, DiLoCoConfig, LocalSGD, OverlapLocalConfig, OverlapLocalSGD, SlowMo, SlowMoConfig
-
-
-@dataclass(frozen=True)
-class MethodArgs:
-    """The arguments of make_method.
-
-    Attributes:
-        co2: CO2's settings.
-        own: The method's own settings.
-        args: The keyword arguments of the method's class.
-        model: The module that the loop calls.
-    """
-
-    co2: CO2Config
-    own: Any
-    args: dict[str, Any]
-    model: nn.Module = field(default_factory=nn.Module)
-
-    @property
-    def params(self) -> list[Tensor]:
-        return list(self.model.parameters())
 
 
 class Settings(NamedTuple):
@@ -63,21 +42,20 @@ class MethodSpec:
 
     Attributes:
         name: Its name.
-        make: Makes the model that the loop calls, and the method.
+        make: Makes the model that the loop calls, and the method, from the model, CO2's settings, the method's own, and
+            the keyword arguments of its class.
         kind: hidden if all-reduces run during local steps, blocking if local steps wait for them, synchronous if every
             step is a round, optimizer if the method replaces the optimizer.
         settings: Its own settings, if it has any.
-        check: Raises UserError for settings that exclude each other.
         reads_co2: Whether it uses all of CO2Config, not only tau.
         takes: The subset of shard, offload, schedule, lr, mesh, compression and elastic that it supports. With mesh it
             gets the whole mesh, otherwise the workers with the same index in their node.
     """
 
     name: str
-    make: Callable[[MethodArgs], tuple[nn.Module, Any]]
+    make: Callable[[nn.Module, CO2Config, Any, dict[str, Any]], tuple[nn.Module, Any]]
     kind: Literal["hidden", "blocking", "synchronous", "optimizer"]
     settings: Settings | None = None
-    check: Callable[[MethodArgs], object] = lambda given: None
     reads_co2: bool = False
     takes: frozenset[str] = frozenset()
 
@@ -87,30 +65,26 @@ class MethodSpec:
         return self.kind in ("hidden", "blocking")
 
 
-def _co2(given: MethodArgs) -> tuple[nn.Module, Any]:
+def _co2(model: nn.Module, co2: CO2Config, _: Any, args: Mapping[str, Any]) -> tuple[nn.Module, CO2]:
     """Makes CO2."""
-    return given.model, CO2(given.params, given.co2, **given.args)
+    return model, CO2(model.parameters(), co2, **args)
 
 
-def _check_co2(given: MethodArgs) -> None:
-    """Checks CO2's settings."""
-    given.co2.check_stable()
-    check_share(given.co2, shard=given.args["shard"])
-
-
-def _ddp(given: MethodArgs) -> tuple[nn.Module, Any]:
+def _ddp(model: nn.Module, _: Any, own: Any, args: Mapping[str, Any]) -> tuple[nn.Module, DDP]:
     """Makes DDP."""
-    options = {**given.args}
-    made = DDP(given.model, average_buffers=bool(options.pop("buffers")), compression=given.own, **options)
+    made = DDP(model, compression=own, **args)
     return made.model, made
 
 
-def _with_rounds(make: Callable[..., Any], given: MethodArgs) -> tuple[nn.Module, Any]:
+def _with_rounds(
+    make: Callable[..., Any], model: nn.Module, co2: CO2Config, own: Any, args: Mapping[str, Any]
+) -> tuple[nn.Module, Any]:
     """Makes another method with local steps."""
-    return given.model, make(given.params, given.co2.tau, *([given.own] if given.own else []), **given.args)
+    return model, make(model.parameters(), co2.tau, own, **args)
 
 
-OF_CO2, COMPRESSION = frozenset({"shard", "offload", "schedule", "mesh", "elastic"}), frozenset({"compression"})
+COMPRESSION, MESH = frozenset({"compression"}), frozenset({"mesh"})
+OF_CO2 = MESH | {"shard", "offload", "schedule", "elastic"}
 OF_TORCH = ("bucket_cap_mb", "find_unused_parameters")
 OF_DDP = Settings("ddp_compression", CompressionConfig, "Of method ddp: how gradients are compressed for the network.")
 OF_OVERLAP, OF_SLOWMO = Settings("overlap_local", OverlapLocalConfig), Settings("slowmo", SlowMoConfig)
@@ -123,8 +97,8 @@ def register(spec: MethodSpec) -> None:
     REGISTRY[spec.name] = spec
 
 
-register(MethodSpec("co2", _co2, "hidden", check=_check_co2, reads_co2=True, takes=OF_CO2))
-register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, lambda a: a.own.check_given(), takes=frozenset({"mesh"})))
+register(MethodSpec("co2", _co2, "hidden", reads_co2=True, takes=OF_CO2))
+register(MethodSpec("ddp", _ddp, "synchronous", OF_DDP, takes=MESH))
 register(MethodSpec("diloco", partial(_with_rounds, DiLoCo), "blocking", OF_DILOCO, takes=COMPRESSION))
 register(MethodSpec("local", partial(_with_rounds, LocalSGD), "blocking", takes=COMPRESSION))
 register(MethodSpec("overlap_local", partial(_with_rounds, OverlapLocalSGD), "hidden", OF_OVERLAP, takes=COMPRESSION))
@@ -140,7 +114,6 @@ def make_method(
     co2: CO2Config | None = None,
     schedule: Schedule | None = None,
     lr: Callable[[], float] | None = None,
-    average_buffers: bool = True,
     average: Given | None = None,
     mesh: DeviceMesh | None = None,
     shard: bool = False,
@@ -151,7 +124,7 @@ def make_method(
     hooks: Sequence[Hook] = (),
     **settings: Any,
 ) -> tuple[nn.Module, Method]:
-    """Makes a method by its name.
+    """Makes a method by its name. It averages the model's floating-point buffers.
 
     CO2 describes shard and offload. CommonArgs describes average (which ddp does not need), group, timeout, link
     and hooks.
@@ -163,7 +136,6 @@ def make_method(
             period.
         schedule: CO2's schedule, see CO2.
         lr: Returns the current inner learning rate, for SlowMo.
-        average_buffers: Whether the model's floating-point buffers are averaged.
         mesh: [nodes, workers per node]. The workers of a node synchronize gradients in every step, and the method runs
             across nodes. With methods other than co2, hooks then receive only the workers with the same index in their
             node. ddp synchronizes all workers in every step, and compresses only what crosses nodes (see DDP).
@@ -182,12 +154,12 @@ def make_method(
         raise UserError(f"model: a {type(model).__name__} is given: give the module itself")
     of_torch = {key: settings.pop(key) for key in OF_TORCH if name == "ddp" and key in settings}
     own = check_settings(name, co2, shard=shard, offload=offload, schedule=schedule, **settings)
-    common = CommonArgs(group=group, timeout=timeout, link=link, hooks=hooks)
-    common["buffers"] = list(model.buffers()) if average_buffers else []
     of_some = {"schedule": schedule, "lr": lr, "mesh": mesh, "shard": shard, "offload": offload}
     of_some |= {"compression": co2.compression}
-    options: dict[str, Any] = {**common, **of_torch}
+    options: dict[str, Any] = {"group": group, "timeout": timeout, "link": link, "hooks": hooks, **of_torch}
     options |= {key: value for key, value in of_some.items() if key in spec.takes}
+    if spec.local:
+        options["buffers"] = list(model.buffers())
     if average is not None and spec.local:
         options["average"] = average
     if mesh is not None and spec.local:
@@ -197,7 +169,7 @@ def make_method(
             model = DistributedDataParallel(model, process_group=mesh.get_group(1))
         if "mesh" not in spec.takes:
             options["group"] = mesh.get_group(0)  # the method averages across nodes only
-    return spec.make(MethodArgs(co2, own, options, model))
+    return spec.make(model, co2, own, options)
 
 
 def check_settings(
@@ -243,7 +215,11 @@ def check_settings(
         raise UserError(f"{what} is CO2's own, method {name!r} does not have it: {remedy}")
     if spec.local and not spec.reads_co2 and co2.tau == "auto":
         raise UserError(TAU_AUTO)
-    spec.check(MethodArgs(co2, own, args))
+    if spec.reads_co2:
+        co2.check_stable()
+        check_share(co2, shard=shard)
+    if isinstance(own, CompressionConfig):
+        own.check_given()
     return own
 
 

@@ -36,6 +36,7 @@ from ..guards import failure as peers
 from ..guards.workers import all_finite, nonfinite_buffers
 from ..hooks import Hook, HookedMethod
 from ..local_update import LocalUpdateMethod
+from ..state import own_rank
 from . import stored
 from .stored import reason
 
@@ -91,12 +92,16 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=job, daemon=True)
         self._thread.start()
 
-    def write(self, step: int, state: dict[str, Any], spared: Collection[str] = ()) -> bool:
-        """Does start() and wait() in the calling thread, if no other write runs.
+    def write(self, step: int, state: dict[str, Any], spared: Collection[str] = (), *, call: str = "save()") -> bool:
+        """Copies a state to host memory, and does start() and wait() in the calling thread, if no other write runs.
 
-        `spared` names tensors of the model that need not be finite.
+        A state that `call` may not save on one worker is an error on all. `spared` names tensors of the model that need
+        not be finite.
         """
-        return self._write(step, state, time.monotonic(), spared)
+        held: list[Any] = []
+        refused = self._try(self.folder, lambda: held.append(stored.on_host(state, call)))
+        self._raise(self._gather(refused))
+        return self._write(step, held[0], time.monotonic(), spared)
 
     def wait(self) -> bool:
         """Waits for the write, on every worker. Returns False if some worker's model was not finite.
@@ -179,11 +184,12 @@ class Saver:
         return ""
 
     def _raise(self, failures: Sequence[str]) -> None:
-        """Raises rank 0's failure, if it has one, as a UserError."""
-        if failures[0] and self._thread is not None:
-            _say(self.rank, f"warning: {failures[0]}: the run stops where the next checkpoint is due")
-        if failures[0]:
-            raise UserError(failures[0])
+        """Raises the first failure of any rank, if there is one, as a UserError."""
+        failure = next(filter(None, failures), "")
+        if failure and self._thread is not None:
+            _say(self.rank, f"warning: {failure}: the run stops where the next checkpoint is due")
+        if failure:
+            raise UserError(failure)
 
     def _gather(self, mine: Any) -> list[Any]:
         """Returns each worker's object, by rank."""
@@ -563,22 +569,13 @@ def save(
         "random": random_state(next(model.parameters()).device),
         "step": step,
     }
-    state, problem = {}, ""
-    try:
-        state = stored.on_host(whole)
-    except UserError as error:
-        problem = str(error)
-    group = host_group()
-    attempt = _attempts.setdefault(co2, {}).setdefault(_key(folder), f"0-{secrets.token_hex(4)}")
-    reported = of_all((attempt, problem))  # a refusal on one worker is an error on all; rank 0 names the attempt
-    if problem := next((problem for _, problem in reported if problem), ""):
-        raise UserError(problem)
-    rank = dist.get_rank() if group is not None else 0
+    attempts = of_all(_attempts.setdefault(co2, {}).setdefault(_key(folder), f"0-{secrets.token_hex(4)}"))
+    rank, group = own_rank(), host_group()
     across = co2.allreduce.group if isinstance(co2, LocalUpdateMethod) else None
     first = dist.get_process_group_ranks(across)[0] if across is not None else 0  # of this rank's place in the nodes
-    place = Path(folder).expanduser(), rank, len(reported), reported[0][0]
+    place = Path(folder).expanduser(), rank, len(attempts), attempts[0]
     saver = Saver(*place, keep=keep, group=group, light=first if light else None)
-    return saver.write(step, state, spared=_need_not_be_finite(model, co2))
+    return saver.write(step, whole, spared=_need_not_be_finite(model, co2))
 
 
 def _begin(call: str, folder: Any, model: Any, optimizer: Any, co2: Any) -> None:
@@ -626,7 +623,7 @@ def load(
             method.
     """
     _begin("load", folder, model, optimizer, co2)
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = own_rank()
     here = {} if others is None else others
     found = load_newest(folder := Path(folder).expanduser(), rank=rank, needs=NEEDS)
     if found is None:

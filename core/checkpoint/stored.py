@@ -126,13 +126,13 @@ def unreadable(value: Any, remedy: str, load: Callable[[Any], Any] = load_safely
     return ""
 
 
-REMEDY = "give plain values, or call torch.serialization.add_safe_globals([{}]) before save() and load()"
+REMEDY = "give plain values, or call torch.serialization.add_safe_globals([{}]) where the program starts"
 
 
-def on_host(state: Any) -> Any:
+def on_host(state: Any, call: str = "save()") -> Any:
     """Returns a state with copies of its tensors in host memory, because training changes them. Shards stay shards.
 
-    UserError, with its path, for a value that `read` could not restore.
+    UserError, with its path, for a value that `read` could not restore. The message begins with the user's `call`.
     """
 
     def copied(path: Any, leaf: Any) -> Any:
@@ -141,14 +141,14 @@ def on_host(state: Any) -> Any:
         try:
             return local_shard(leaf.detach()).to("cpu", copy=True)
         except RuntimeError as error:
-            raise UserError(f"save(): {name_of(path)} cannot be copied to host memory ({reason(error)})") from None
+            raise UserError(f"{call}: {name_of(path)} cannot be copied to host memory ({reason(error)})") from None
 
     try:
         found = map_leaves(copied, state)
         if problem := unreadable(found, REMEDY):
-            raise UserError(f"save(): {problem}")
+            raise UserError(f"{call}: {problem}")
     except RecursionError:
-        raise UserError("save(): the state is nested too deeply: give a flat one") from None
+        raise UserError(f"{call}: the state is nested too deeply: give a flat one") from None
     return found
 
 

@@ -33,7 +33,7 @@ class CO2Training(CO2):
 
     Call step() after every batch and finish() before an evaluation. Log what metrics() returns. Inside the block,
     save_state() first calls finish(). save_state() and load_state() also write and read each worker's own optimizer,
-    schedules and outer state, in co2/rankN.pt, and save_state() refuses objects there that load_state() would not read
+    schedules and outer state, in the folder co2. save_state() refuses objects there that load_state() would not read
     back. docs/integrations.md says which settings of a loader resume bit for bit. Loading processes ignore stop
     signals, and end with their worker.
 
@@ -103,7 +103,7 @@ class CO2Training(CO2):
 
     def _save_own(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         self.finish()  # rank 0 writes the weights next; they share the parameters' memory
-        common.save_own(WHO, f"{folder}/co2", self.accelerator.process_index, **self._parts())
+        common.save_own(WHO, f"{folder}/co2", **self._parts())
 
     def _remember(self, models: list[nn.Module], folder: str) -> None:
         self._folder = folder
@@ -112,7 +112,7 @@ class CO2Training(CO2):
         """Runs load_state(), which loads rank 0's model and optimizer, and then loads this worker's own state."""
         with common.plain_values():
             self._load_state(*args, **kwargs)
-        common.load_own(WHO, f"{self._folder}/co2", self.accelerator.process_index, **self._parts())
+        common.load_own(WHO, f"{self._folder}/co2", **self._parts())
 
     def _parts(self) -> dict[str, Any]:
         schedules = {f"schedule{i}": schedule for i, schedule in enumerate(self.accelerator._schedulers)}

@@ -19,17 +19,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..checkpoint.runs import restore_optimizer
-from ..checkpoint.stored import load_safely, plain_makers, reason, unreadable
+from ..checkpoint.runs import Saver, load_newest, new_attempt, restore_optimizer
+from ..checkpoint.stored import plain_makers
 from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
-from ..groups import of_all
+from ..groups import host_group, of_all
+from ..state import own_rank
 from ..stats import RoundStats
 from .loading import shield
 
-UNFINISHED = "are not of one checkpoint, as when a run ended while it saved: resume from an older checkpoint"
-SAFE = "call torch.serialization.add_safe_globals([{}]) where the program starts"
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
 
 
@@ -157,15 +156,14 @@ def plain_values() -> Any:
     return torch.serialization.safe_globals(plain_makers())
 
 
-def save_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
-    """Writes this worker's own state next to the trainer's checkpoint, which has the model, equal on all workers.
+def save_own(who: str, folder: str | os.PathLike[str], **parts: Any) -> None:
+    """Writes each worker's own state next to the trainer's checkpoint, which has the model, equal on all workers.
 
-    Every worker must call it.
+    Every worker must call it. The folder then holds one checkpoint of core/checkpoint.
 
     Args:
         who: Name of the integration, for error messages.
         folder: Local folder that all workers can reach.
-        rank: This worker's rank.
         **parts: Objects with a state_dict(), by name, or None. "co2" is required.
 
     Raises:
@@ -173,46 +171,30 @@ def save_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) 
     """
     if "://" in str(folder):
         raise UserError(f"{folder}: each worker writes its own file: save to a folder that all workers can reach")
-    written: dict[str, Any] = {"workers": _workers(), "rounds": parts["co2"].rounds}
-    written |= {name: part.state_dict() for name, part in parts.items() if part is not None}
-    if problem := next(filter(None, of_all(unreadable(written, SAFE))), ""):
-        raise UserError(f"{who}: {problem}")
-    path = Path(folder, f"rank{rank}.tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(written, path)
-    path.rename(path.with_suffix(".pt"))
+    state = {name: part.state_dict() for name, part in parts.items() if part is not None}
+    state["step"] = step = parts["co2"].rounds
+    attempts = of_all(new_attempt(Path(folder)))
+    Saver(Path(folder), own_rank(), len(attempts), attempts[0], keep=1, group=host_group()).write(step, state, call=who)
 
 
-def load_own(who: str, folder: str | os.PathLike[str], rank: int, **parts: Any) -> None:
+def load_own(who: str, folder: str | os.PathLike[str], **parts: Any) -> None:
     """Loads what save_own wrote. Every worker must call it.
 
     If n workers wrote the checkpoint and n has changed, rank r loads the state of rank r modulo n.
 
     Raises:
-        UserError: On all workers, if files are missing or are not of one checkpoint.
+        UserError: On all workers, if files are missing or damaged, or are not of one checkpoint.
     """
     parts = {name: part for name, part in parts.items() if part is not None}
-    saved, problem, files = dict[str, Any](), "", len([*Path(folder).glob("rank*.pt")])
-    if not (path := Path(folder, f"rank{rank}.pt")).exists():
-        path = path.with_name(f"rank{rank % max(files, 1)}.pt")
     try:
-        with plain_values():
-            saved = load_safely(path) if files else saved
-    except Exception as error:  # any error: a worker that raised here would leave the other workers waiting
-        problem = f"{path} cannot be read ({reason(error)}): resume from an older checkpoint"
-    if not files:
-        problem = f"{folder} is missing, as when a run without CO2 saved: load only the weights"
-    elif saved and saved["workers"] > files:
-        problem = f"{folder} has {files} of {saved['workers']} workers' files, which {UNFINISHED}"
-    elif saved and saved["workers"] != _workers():
+        found = load_newest(Path(folder), rank=own_rank(), needs=dict.fromkeys(parts, dict))
+    except UserError as error:
+        raise UserError(f"{who}: {error}, or resume from an older checkpoint") from None
+    if found is None:
+        raise UserError(f"{who}: {folder} is missing, as when a run without CO2 saved: load only the weights")
+    saved, workers = found
+    if workers != _workers():
         parts.pop("random", None)  # else several workers would draw the same
-    if saved and not problem and (lacks := sorted(parts.keys() - saved.keys())):
-        problem = f"a file in {folder} holds no {lacks[0]}: resume with the settings of the run that saved it"
-    reported = of_all((problem, f"{saved.get('workers')} {saved.get('rounds')}"))
-    if problem := next((problem for problem, _ in reported if problem), ""):
-        raise UserError(f"{who}: {problem}")
-    if len({written for _, written in reported}) > 1:
-        raise UserError(f"{who}: the files in {folder} {UNFINISHED}")
     for name, part in parts.items():
         if isinstance(part, torch.optim.Optimizer):
             restore_optimizer(part, saved[name])

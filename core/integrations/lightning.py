@@ -138,7 +138,7 @@ class CO2Strategy(common.InLoop, DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.co2 is not None and "optimizer_states" in checkpoint:
             own = f"{self.broadcast(str(filepath))}.co2"  # Slurm's next number may be used up when a later worker looks
-            common.save_own(WHO, own, self.global_rank, **self._parts())
+            common.save_own(WHO, own, **self._parts())
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -165,7 +165,7 @@ class CO2Strategy(common.InLoop, DDPStrategy):
             return
         self._events.take_signals(self.cluster_environment)
         if self._loaded:
-            common.load_own(WHO, f"{self._loaded}.co2", self.global_rank, **self._parts())
+            common.load_own(WHO, f"{self._loaded}.co2", **self._parts())
             self._loaded = ""
 
     def _parts(self) -> dict[str, Any]:

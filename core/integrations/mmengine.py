@@ -48,7 +48,6 @@ class CO2Hook(InLoop, Hook):
         method: The training method. co2 without tau and settings uses CO2Config.recommended for these workers and
             iterations.
         tau: Optimizer steps per round. The default is 48 if you give other settings.
-        average_buffers: Whether to average BatchNorm's statistics with the parameters.
         timeout: Seconds until a missing worker is an error.
         sync_bn: "convert" makes each SyncBN a plain BatchNorm. "node" shares its statistics between the workers of a
             node, which needs GPUs. None refuses a model with SyncBN.
@@ -65,7 +64,6 @@ class CO2Hook(InLoop, Hook):
         self,
         method: Literal["co2", "diloco", "local", "overlap_local", "slowmo"] = "co2",
         tau: int | None = None,
-        average_buffers: bool = True,
         timeout: float = 600.0,
         sync_bn: Literal["convert", "node"] | None = None,
         **settings: Mapping[str, Any] | None,
@@ -74,7 +72,7 @@ class CO2Hook(InLoop, Hook):
             raise UserError(f"{WHO}: sync_bn={sync_bn!r}: choose convert or node")
         if method not in LOCAL:
             raise UserError(f"{WHO}: method={method!r}: choose {', '.join(LOCAL)}; leave the hook out for ddp")
-        self.method_name, self.average_buffers, self.timeout, self.sync_bn = method, average_buffers, timeout, sync_bn
+        self.method_name, self.timeout, self.sync_bn = method, timeout, sync_bn
         self.recommended = method == "co2" and tau is None and not settings
         check_mesh(WHO, settings)
         if other := settings.keys() - OWN:
@@ -119,7 +117,7 @@ class CO2Hook(InLoop, Hook):
         groups = optim_wrapper.param_groups
         if self.recommended:
             self.configs["co2"] = config_or_recommended(None, runner.max_iters)
-        how: dict[str, Any] = {"average_buffers": self.average_buffers, "timeout": self.timeout, **self.configs}
+        how: dict[str, Any] = {"timeout": self.timeout, **self.configs}
         how["average"] = next((hook.ema_model.module for hook in runner.hooks if isinstance(hook, EMAHook)), None)
         method: Any = make_method(self.method_name, runner.model, lr=lambda: groups[0]["lr"], **how)[1]
         method.on_excluded = forget(optim_wrapper.optimizer)

@@ -38,7 +38,7 @@ class CO2Callback(common.InLoop, TrainerCallback):
     and has the last round's statistics under co2/. A round is tau updates. With gradient accumulation an update is
     several batches. BatchNorm's statistics are averaged.
 
-    A checkpoint's folder also holds each worker's optimizer, schedule and outer state, in co2/rankN.pt.
+    A checkpoint's folder also holds each worker's optimizer, schedule and outer state, in the folder co2.
     resume_from_checkpoint resumes from it bit for bit.
 
     average_tokens_across_devices is switched off, because it makes all workers wait in every step. Each worker then
@@ -127,7 +127,7 @@ class CO2Callback(common.InLoop, TrainerCallback):
         self.begin_co2(common.make_co2(model, self.config, state.max_steps, self.options))
         self._log_due = False
         if self._resumed:
-            common.load_own(WHO, f"{self._resumed}/co2", args.process_index, **self._parts())
+            common.load_own(WHO, f"{self._resumed}/co2", **self._parts())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Runs after every update, before Trainer does what `control` requests."""
@@ -143,7 +143,7 @@ class CO2Callback(common.InLoop, TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not args.save_only_model:
             folder = f"{args.output_dir}/checkpoint-{state.global_step}/co2"
-            common.save_own(WHO, folder, args.process_index, **self._parts())
+            common.save_own(WHO, folder, **self._parts())
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.end_co2()  # without finish(), which would overwrite the weights that load_best_model_at_end loaded

@@ -12,7 +12,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -98,14 +98,17 @@ def _worker(
 
     torch.set_num_threads(1)
     try:
-        with _barrier_behind():
-            dist.init_process_group(
-                backend,
-                init_method=f"file://{folder}/rendezvous",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout),
-            )
+        # Without a barrier, a rank that calls destroy_process_group() at once closes connections that other ranks are
+        # still making. gloo then fails there with "Connection closed by peer".
+        os.environ[BARRIER] = "1"
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        del os.environ[BARRIER]
         _tell(Path(folder, f"rank{rank}"), "", fn(rank, world_size, *args))
         if stay:  # no rank leaves while another rank still needs it
             with contextlib.suppress(RuntimeError):  # a rank that failed reports its own error
@@ -114,20 +117,6 @@ def _worker(
     except BaseException:
         _tell(Path(folder, f"rank{rank}"), f"rank {rank}:\n{traceback.format_exc()}", None)
         os._exit(1)
-
-
-@contextlib.contextmanager
-def _barrier_behind() -> Iterator[None]:
-    """Makes init_process_group end with a barrier.
-
-    Without it, a rank that calls destroy_process_group() at once closes connections that other ranks are still making.
-    gloo then fails there with "Connection closed by peer".
-    """
-    before = os.environ.get(BARRIER)
-    os.environ[BARRIER] = "1"
-    yield
-    os.environ.pop(BARRIER)
-    os.environ |= {BARRIER: before} if before is not None else {}
 
 
 def _tell(file: Path, error: str, result: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from core.baselines.table import MethodArgs, MethodSpec, Settings, register
+from core.baselines.table import MethodSpec, Settings, register
 from core.errors import UserError
 
 from .blocks import BlockStream
@@ -36,7 +36,7 @@ def of_run(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, blocks:
     return ZerothOrder(model, r.zeroth, requests=run.requests, **options)
 
 
-def _make(given: MethodArgs) -> NoReturn:
+def _make(*_: Any) -> NoReturn:
     raise UserError("method 'zo' takes the place of an optimiser: make a ZerothOrder, and call its step")
 
 

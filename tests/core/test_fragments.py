@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from core import CO2, CO2Config, node_mesh
+from core.buckets import slices, slices_alike
 from core.config import CompressionConfig
 from core.errors import CollectiveError
-from core.shares import slices, slices_alike
 from core.tau import CUT_MARGIN, LATE, TauTuner
 from core.testing.link import ThrottledLink
 from core.testing.reference import fragments

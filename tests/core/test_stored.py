@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an object": (object(), "save(): a.0 is a builtins.object, which"),
     "a function": (len, "builtin_function_or_method, which torch.load cannot read back: give plain values, or call"),
     "a module": (nn.Linear(1, 1), "is a torch.nn.modules.linear.Linear, which"),
-    "an unknown named tuple": (Strange(1), "add_safe_globals([tests.core.test_stored.Strange]) before save() and"),
+    "an unknown named tuple": (Strange(1), "add_safe_globals([tests.core.test_stored.Strange]) where the program"),
     "an unknown dataclass": (Other(), "add_safe_globals([tests.core.test_stored.Other])"),
     "an unknown wrapper": (codes(Unknown), "add_safe_globals([tests.core.test_stored.Unknown])"),
     "a number's subclass": (Whole(3), "add_safe_globals([tests.core.test_stored.Whole])"),
@@ -261,8 +261,8 @@ def test_an_optimizers_state_comes_back_with_its_types(dtype: torch.dtype, how: 
             for key in ("point", "deep"):  # weights_only does not read these
                 del held[key]
         parts = [dict(zip(("model", "optimizer", "co2"), loop, strict=True)) for loop in (first, second)]
-        save_own("a test", tmp_path, 0, **parts[0])
-        load_own("a test", tmp_path, 0, **parts[1])
+        save_own("a test", tmp_path, **parts[0])
+        load_own("a test", tmp_path, **parts[1])
     else:
         assert save(tmp_path, *first, step=3) and load(tmp_path, *second) == 3
     states = [loop[1].state_dict()["state"] for loop in (first, second)]

@@ -485,7 +485,7 @@ def test_waits_of_a_worker_without_an_allreduce_do_not_pile_up():
         stats = RoundStats(step_seconds=0.1, merged_after=1)
         tuner.write_times(stats, stats, 0, places)
         assert tuner.receive(round, [0.1], [0.0]) is None
-    assert len(tuner._waits) == WAITS == len(tuner.state_dict()["waits"][1])
+    assert len(tuner._waits) == WAITS == len(tuner.state_dict()["_waits"])
 
 
 def test_a_resumed_run_keeps_tau_below_its_own_limit():

@@ -29,9 +29,9 @@ leave_at_exit()
 """
 
 
-def loads(rank: int, folder: str, **parts: object) -> str:
+def loads(folder: str, **parts: object) -> str:
     try:
-        load_own("Test", folder, rank, **parts)
+        load_own("Test", folder, **parts)
         return ""
     except UserError as error:
         return str(error)
@@ -45,17 +45,18 @@ def spoilt(rank: int, world_size: int, folder: str) -> list[str]:
         for step in range(steps):
             sgd_step(model.parameters(), rank, step)
             co2.step()
-        save_own("Test", f"{folder}/{name}", rank, co2=co2)
+        save_own("Test", f"{folder}/{name}", co2=co2)
     dist.barrier()
     if rank == 0:
         for name in ("lacks", "mixed", "damaged"):
             shutil.copytree(f"{folder}/new", f"{folder}/{name}")
-        Path(folder, "lacks", "rank1.pt").unlink()
-        shutil.copy(f"{folder}/old/rank1.pt", f"{folder}/mixed/rank1.pt")
-        Path(folder, "damaged", "rank1.pt").write_bytes(b"PK")
+        old, *files = (next(Path(folder, n).glob("step*")) / "rank1.pt" for n in ("old", "lacks", "mixed", "damaged"))
+        files[0].unlink()
+        shutil.copy(old, files[1])
+        files[2].write_bytes(b"PK")
     dist.barrier()
-    told = [loads(rank, f"{folder}/{name}", co2=co2) for name in ("new", "lacks", "mixed", "damaged")]
-    told.append(loads(rank, f"{folder}/new", co2=co2, scaler=co2))
+    told = [loads(f"{folder}/{name}", co2=co2) for name in ("new", "lacks", "mixed", "damaged")]
+    told.append(loads(f"{folder}/new", co2=co2, scaler=co2))
     co2.finish()
     co2.close()
     return told
@@ -101,27 +102,27 @@ PATHS = {"optimizer": "optimizer.state.0.warmup", "schedule": "schedule.lr_lambd
 def test_an_object_that_torch_would_not_load_is_refused_with_its_path_and_class(kind: str, tmp_path: Path):
     name = f"{__name__}.Warmup"
     with pytest.raises(UserError) as refusal:
-        save_own("Test", tmp_path / "own", 0, **parts(kind))
+        save_own("Test", tmp_path / "own", **parts(kind))
     said = str(refusal.value)
     assert said.startswith(f"Test: {PATHS[kind]} is a {name}, ") and f"add_safe_globals([{name}])" in said
     assert not (tmp_path / "own").exists()
     with torch.serialization.safe_globals([Warmup]):
-        save_own("Test", tmp_path / "own", 0, **parts(kind))
-        load_own("Test", tmp_path / "own", 0, **(restored := parts(kind)))
+        save_own("Test", tmp_path / "own", **parts(kind))
+        load_own("Test", tmp_path / "own", **(restored := parts(kind)))
     if kind == "schedule":
         assert isinstance(restored["schedule"].lr_lambdas[0].steps, Warmup)
     with pytest.raises(UserError, match="cannot be read"):
-        load_own("Test", tmp_path / "own", 0, **parts(kind))
+        load_own("Test", tmp_path / "own", **parts(kind))
 
 
 def test_what_cannot_be_pickled_is_refused_with_its_path(tmp_path: Path):
     with pytest.raises(UserError, match="schedule.lr_lambdas.0.steps is a builtins.function, which cannot be saved"):
-        save_own("Test", tmp_path, 0, **parts("local"))
+        save_own("Test", tmp_path, **parts("local"))
 
 
 @on_ranks(2)
 def test_an_object_on_one_worker_is_refused_by_all(rank: int, tmp_path: Path):
-    said = refusal(save_own, "Test", str(tmp_path), rank, **parts("schedule" if rank else "none"))
+    said = refusal(save_own, "Test", str(tmp_path), **parts("schedule" if rank else "none"))
     assert "Warmup" in said and total_world_size(said) == [said] * 2
 
 
@@ -130,8 +131,9 @@ def test_files_that_no_one_save_has_written_are_refused_by_all(tmp_path: Path):
     assert first == second
     whole, lacks, mixed, damaged, other = first
     assert not whole
-    assert "lacks has 1 of 2 workers' files" in lacks and "not of one checkpoint" in mixed
-    assert "damaged/rank1.pt cannot be read" in damaged and "holds no scaler" in other
+    assert "rank1.pt is missing" in lacks and "rank1.pt is damaged, its" in mixed
+    assert "rank1.pt is damaged, its size differs" in damaged and "holds no scaler" in other
+    assert all(line.startswith("Test: ") and line.endswith("or resume from an older checkpoint") for line in first[1:])
     assert all("\n" not in line for line in first)
 
 

@@ -40,7 +40,7 @@ class Partway(Blocking):
 
 ENTRY = MethodSpec(
     "partway",
-    lambda given: (given.model, Partway(given.params, given.co2.tau, given.own, **given.args)),
+    lambda model, co2, own, args: (model, Partway(model.parameters(), co2.tau, own, **args)),
     "blocking",
     Settings("partway", PartwayConfig, "Of method partway."),
 )

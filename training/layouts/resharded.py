@@ -73,7 +73,7 @@ class Resharded:
         state = {"model": tensors, "places": places, "method": own, "layout": str(self.parallel.layout), "step": step}
         saver = checkpoint.Saver(folder, dist.get_rank(), dist.get_world_size(), attempt, group=host_group())
         spared = [name for name in tensors if not name.startswith("model.")]
-        return saver.write(step, stored.on_host(others | state), spared)
+        return saver.write(step, others | state, spared)
 
     def _tensors(self) -> Named:
         """The model and the optimizer's state, by name."""

@@ -68,7 +68,7 @@ class LayoutRun(StaticRun):
         run, r = self.run, self.run.recipe
         options: dict[str, Any] = {"timeout": r.timeout, "link": run.link}
         if self.layout.islands == 1:
-            return model, DDP(model, average_buffers=False, synchronous=True, hooks=[run.requests], **options)
+            return model, DDP(model, synchronous=True, hooks=[run.requests], **options)
         return model, self.parallel.co2(r.co2, hooks=[run.requests, run.snapshots], **options)
 
     def begin(self, trained: TrainState, samples: int, epoch: int) -> float:
