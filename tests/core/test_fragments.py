@@ -233,13 +233,6 @@ def test_tau_and_fragments_by_hand():
     assert (whole.tau, whole.fragments) == (25, 1)
 
 
-def test_a_given_tau_gets_fragments():
-    tuner = TauTuner(192, 1.5, given=12, cuts=True)
-    for number in range(4):
-        tuner.receive(number, [0.1], [0.5])
-    assert (tuner.tau, tuner.fragments) == (12, 4)
-
-
 @on_ranks(2)
 def test_a_slow_link_gets_fragments(rank: int):
     params = [torch.zeros(60_000).requires_grad_()]
