@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from core import CO2Config, UserError
-from core.testing import PRELOAD
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Factor, Inner, Net
 from tests.integrations.ranks import ranks
 from tests.on_ranks import alike, on_ranks
 
-PRELOAD += ["lightning.pytorch", "core.integrations.lightning"]
+LIBRARY = ["lightning.pytorch", "core.integrations.lightning"]
 
 
 class Resumable(DataLoader):

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2Config, CollectiveError
-from core.testing import PRELOAD
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import ranks
 from tests.on_ranks import on_ranks
 from tests.problems import refusal
 
-PRELOAD += ["transformers.trainer", "core.integrations.transformers", "tensorboard", "torch.utils.tensorboard"]
+LIBRARY = ["transformers.trainer", "core.integrations.transformers", "tensorboard", "torch.utils.tensorboard"]
 
 
 class ForTrainer(Net):
