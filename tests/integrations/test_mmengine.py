@@ -14,7 +14,7 @@ from tests.integrations import plain
 from tests.integrations.ranks import ranks
 from tests.on_ranks import on_ranks
 
-LIBRARY = ["mmengine.runner", "core.integrations.mmengine"]
+LIBRARY = ["distutils.errors", "mmengine.runner", "core.integrations.mmengine"]
 SAVED = 4  # iterations; gradients are accumulated over three
 FRAGMENTS = {"merge": "keep_local", "delay": 1, "gap": "none", "fragments": 2}
 

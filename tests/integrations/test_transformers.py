@@ -123,21 +123,6 @@ def test_sigterm_to_all_processes_of_a_node_reaches_only_a_handler(rank: int, tm
     plain.assert_equal(own["trace"], plain.train(plain.in_turn(rank, 2)))
 
 
-@on_ranks(2, through=ranks)
-def test_a_callback_that_was_not_added_is_refused(rank: int, tmp_path: Path) -> None:  # noqa: ARG001
-    from transformers import Trainer
-
-    from core.integrations.transformers import CO2Callback
-
-    trainer = Trainer(
-        ForTrainer(), arguments(str(tmp_path), {}), train_dataset=[{"x": torch.zeros(6), "labels": 0}] * 4
-    )
-    callback = CO2Callback(trainer, PAPER)
-    assert "add it with trainer.add_callback()" in refusal(trainer.train)
-    trainer.add_callback(callback)
-    trainer.train()
-
-
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks(through=ranks)
 def test_trains_as_the_plain_loop(rank: int, workers: int, tmp_path: Path) -> None:
@@ -277,6 +262,16 @@ def alone(rank: int, workers: int, folder: str) -> None:
 
 
 def mistakes(rank: int, workers: int, folder: str) -> list[str]:
+    from transformers import Trainer
+
+    from core.integrations.transformers import CO2Callback
+
+    few = [{"x": torch.zeros(6), "labels": 0}] * 4
+    trainer = Trainer(ForTrainer(), arguments(folder, {}), train_dataset=few)
+    callback = CO2Callback(trainer, PAPER)
+    assert "add it with trainer.add_callback()" in refusal(trainer.train)
+    trainer.add_callback(callback)
+    trainer.train()
     run(f"{folder}/plain", max_steps=2, save_strategy="steps")
     if rank == 0:
         shutil.copytree(f"{folder}/plain", f"{folder}/two")
