@@ -48,10 +48,26 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         resource_tracker.ensure_running()
         capture: Any = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()  # as in a test, for what ranks print
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(util, "spawnv_passfds", _fork)
-            forkserver.ensure_running()
+        _start_server()
         capture.suspend_global_capture()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded(request: pytest.FixtureRequest) -> None:
+    """A library of which only one file's ranks have need is imported by the process that runs this file, which is then
+    forked anew."""
+    if (names := getattr(request.module, "LIBRARY", ())) and not torch.cuda.is_available():
+        for name in names:
+            importlib.import_module(name)
+        gc.freeze()
+        forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
+        _start_server()
+
+
+def _start_server() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(util, "spawnv_passfds", _fork)
+        forkserver.ensure_running()
 
 
 def _fork(executable: bytes, arguments: list[str], files: list[int]) -> int:  # noqa: ARG001

@@ -17,7 +17,7 @@ from tests.imports import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*|\{\.python\})(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-CRASH = 130  # the step of a loop at which it is stopped, in the midst of an epoch
+CRASH = 100  # the step of a loop at which it is stopped, in the midst of an epoch
 NOT_BY_TIME = "config = replace(config, delay=2, compression=CompressionConfig('int4'))"  # repeats bit for bit
 
 
@@ -125,9 +125,8 @@ def run_resumed(rank: int, world_size: int, folder: str, which: str) -> list[tup
         "nn.ReLU()": "nn.Dropout(0.3)",
         "while step": "began = step\n{indent}while step",
         "step += 1\n": "step += 1; assert step != {crash}, 'stopped'\n",
-        "step % 100": "step % 30",
-        "2 * len(loader)": "3 * len(loader)",
-        "6 * len(loader)": "3 * len(loader)",
+        "step % 100": "step % 40",
+        "6 * len(loader)": "2 * len(loader)",
     }
     for name, crash in (("calm", 0), ("harmed", CRASH), ("harmed", 0)):
         code, path = block.code, f"{folder}/{name}"

@@ -67,7 +67,6 @@ bench.loss --methods co2:delay=1.5 => delay='1.5'; give a whole number, 0 or mor
 bench.loss --methods co2:delay=9 --tau 6 => delay=9: between 0 and tau=6
 bench.loss --methods fragments:delay=2 --tau 12 => fragments=8, delay=2: give 1 or more, and a product of at most tau=12
 bench.loss --methods co2:beta=1,beta=2 => method 'co2:beta=1,beta=2' has 'beta=2': give each option once, with a value
-bench.loss --methods co2:beta => method 'co2:beta' has 'beta': give each option once, with a value, as in co2:tau=12
 bench.loss --methods fragments:cut=odd => cut='odd'; choose among bytes, layers, interleaved, reversed
 bench.loss --seeds -1 => seeds=-1: give whole numbers from 0 to 1000000000
 bench.loss --task bytes => Unrecognized options: --task, bytes; did you mean --tasks
@@ -91,7 +90,6 @@ bench.time_to_loss --methods ddp:accumulate=1.5 => give a whole number of micro-
 bench.time_to_loss --methods co2:nodes=x => give a whole number of ranks
 bench.time_to_loss --methods co2:nodes=3 => 'co2:nodes=3' has nodes that do not divide 4 workers
 bench.time_to_loss --methods local:tau=x => 'x'
-bench.time_to_loss --methods local:tau= => method 'local:tau=' has 'tau=': give each option once, with a value
 bench.time_to_loss --methods local:beta=1 => 'local:beta=1' has 'beta=1'; give one of compression, tau, lr
 bench.time_to_loss --throttle --out FOLDER => holds a measurement: choose another --out
 """

@@ -89,10 +89,6 @@ def test_ddp_trains_with_every_format(rank: int, names: list[str]):
     for name, (loss, sent, _) in found.items():
         assert loss < plain_loss + 0.3 and (name == "float32" or sent < 0.6 * plain_sent), name
     assert len(set(found["rank2"][2])) > 1
-
-
-@on_ranks(2)
-def test_ddp_in_16_bits(rank: int):
     trained(rank, "int4", 12, torch.bfloat16)
 
 
@@ -157,31 +153,31 @@ LAST = {"lgreco": CompressionConfig("lgreco", like="int4", lgreco=LGrecoConfig(e
 FORMATS = {name: CompressionConfig(name) for name in ("int4", "int8", "bfloat16")} | LAST
 
 
-@pytest.mark.parametrize("cap, queued", [(None, False), (0.2, False), (0.2, True)])
 @on_ranks(2)
-def test_each_bucket_is_averaged_as_if_it_were_alone(rank: int, cap: float | None, queued: bool):
+def test_each_bucket_is_averaged_as_if_it_were_alone(rank: int):
     """Bit for bit, with one bucket as before, and with several that DDP makes anew after the first step. queued: as
     with NCCL, where the hook queues a bucket's stages, and no thread runs."""
-    options = {} if cap is None else {"bucket_cap_mb": cap}
-    for name, compression in FORMATS.items():
-        if name == "lgreco" and cap is not None:
-            continue  # its error bound is the whole model's
-        model, plain = wide(), wide()
-        alone = Alone(compression, [*plain.parameters()])
-        with watched_method(model, compression, **options) as (wrapped, method, seen):
-            allreduce, most = method.compression.allreduce, 0
-            allreduce.by_nccl = queued
-            for number in range(4):
-                loss_of(wrapped, rank, number, 0).backward()
-                assert not queued or allreduce._thread is None
-                loss_of(plain, rank, number, 0).backward()
-                with torch.no_grad():
-                    alone.average(seen, [p.grad for p in plain.parameters()])
-                ours, theirs = (flat([p.grad for p in m.parameters()]) for m in (model, plain))
-                assert torch.equal(ours, theirs) and alike(ours), (name, number)
-                most = max(most, len(seen))
-                model.zero_grad(), plain.zero_grad(), seen.clear(), method.step()
-        assert (most == 1) == (cap is None)
+    for cap, queued in ((None, False), (0.2, False), (0.2, True)):
+        options = {} if cap is None else {"bucket_cap_mb": cap}
+        for name, compression in FORMATS.items():
+            if name == "lgreco" and cap is not None:
+                continue  # its error bound is the whole model's
+            model, plain = wide(), wide()
+            alone = Alone(compression, [*plain.parameters()])
+            with watched_method(model, compression, **options) as (wrapped, method, seen):
+                allreduce, most = method.compression.allreduce, 0
+                allreduce.by_nccl = queued
+                for number in range(4):
+                    loss_of(wrapped, rank, number, 0).backward()
+                    assert not queued or allreduce._thread is None
+                    loss_of(plain, rank, number, 0).backward()
+                    with torch.no_grad():
+                        alone.average(seen, [p.grad for p in plain.parameters()])
+                    ours, theirs = (flat([p.grad for p in m.parameters()]) for m in (model, plain))
+                    assert torch.equal(ours, theirs) and alike(ours), (name, number)
+                    most = max(most, len(seen))
+                    model.zero_grad(), plain.zero_grad(), seen.clear(), method.step()
+            assert (most == 1) == (cap is None)
 
 
 @on_ranks(2)
@@ -315,13 +311,23 @@ def test_buckets_cross_a_slow_link_during_the_backward_pass(rank: int):
 
 
 @on_ranks(2)
-def test_bad_options_of_buckets_are_refused(rank: int):
+def test_bad_options_of_buckets_shards_and_workers_with_other_shapes_are_refused(rank: int):
     for cap in (0, -1, float("nan"), "25"):
         assert "give MiB, above 0" in refusal(make_method, "ddp", net(), bucket_cap_mb=cap)
     said = refusal(make_method, "ddp", net(), bucket_cap_mb=1 + rank, timeout=30.0)
     assert "workers differ: rank 0 has bucket_cap_mb=1, against bucket_cap_mb=2 of rank 1" in said
     with pytest.raises(TypeError, match="bucket_cap_mb"):
         make_method("local", net(), bucket_cap_mb=1)
+    for compression in (CompressionConfig(), NARROW_FORMATS["int4"]):  # of as many elements, of the same bits
+        model = nn.Linear(*((4, 40) if rank else (40, 4)), bias=False)
+        nn.init.zeros_(model.weight)
+        text = refusal(make_method, "ddp", model, ddp_compression=compression, timeout=30.0)
+        assert "differ: rank 0 has Linear.weight ((4, 40), 'torch.float32'), against Linear.weight ((40, 4), " in text
+    sharded, mesh = nn.Linear(4, 40), init_device_mesh("cpu", (2,))
+    for name, p in list(sharded.named_parameters()):
+        setattr(sharded, name, nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
+    said = refusal(make_method, "ddp", sharded, ddp_compression=NARROW_FORMATS["int4"])
+    assert said == "ddp_compression.format='lgreco' with ZeRO: shards are sent as float32; leave it out"
 
 
 @on_ranks(2, expect_death=(1,))
@@ -373,22 +379,3 @@ def test_ddp_goes_on_with_another_number_of_workers():
     for after, ours, number in (results := run_distributed(gone_on, 2, state)):
         assert torch.equal(ours, results[0][1]) and number > 4
         assert after["rounds"] == after["compression"]["launched"] == 8 and after["compression"]["workers"] == 2
-
-
-@on_ranks(2)
-def test_shards_are_refused(rank: int):
-    sharded, mesh = nn.Linear(4, 40), init_device_mesh("cpu", (2,))
-    for name, p in list(sharded.named_parameters()):
-        setattr(sharded, name, nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
-    said = refusal(make_method, "ddp", sharded, ddp_compression=NARROW_FORMATS["int4"])
-    assert said == "ddp_compression.format='lgreco' with ZeRO: shards are sent as float32; leave it out"
-
-
-@on_ranks(2)
-def test_workers_with_other_shapes_are_told(rank: int):
-    """Of as many elements, of the same bits."""
-    for compression in (CompressionConfig(), NARROW_FORMATS["int4"]):
-        model = nn.Linear(*((4, 40) if rank else (40, 4)), bias=False)
-        nn.init.zeros_(model.weight)
-        text = refusal(make_method, "ddp", model, ddp_compression=compression, timeout=30.0)
-        assert "differ: rank 0 has Linear.weight ((4, 40), 'torch.float32'), against Linear.weight ((40, 4), " in text

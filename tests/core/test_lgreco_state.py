@@ -191,9 +191,9 @@ def optimum(errors: Tensor, sizes: Tensor, budget: float) -> float:
 
 @pytest.mark.parametrize("bins", [BINS, 100])
 def test_against_brute_force(bins: int):
-    """1,000 tables: the budget is kept, the size lies between two optima, never more than uniform."""
+    """300 tables: the budget is kept, the size lies between two optima, never more than uniform."""
     pick, exact = random.Random(bins), 0
-    for seed in range(1000):
+    for seed in range(300):
         layers, choices = pick.randint(1, 5), pick.randint(2, 5)
         errors, sizes, uniform = table(seed, layers, choices)
         found = allocate(errors, sizes, uniform, bins=bins)
@@ -202,7 +202,7 @@ def test_against_brute_force(bins: int):
         assert least <= size <= min(within, total(sizes, uniform))
         assert total(errors, found) <= total(errors, uniform) * (1 + 1e-9)
         exact += size == least
-    assert exact > (900 if bins == BINS else 400)
+    assert exact > (270 if bins == BINS else 120)
 
 
 def test_a_layer_of_zeros_gets_the_least_bytes_and_a_budget_of_zero_stays_one():

@@ -83,7 +83,6 @@ def train_all(rank: int, world_size: int) -> dict[str, list[Tensor]]:
         "slowmo": ("slowmo", {}),
         "slowmo .3 .8": ("slowmo", {"slowmo": SlowMoConfig(outer_momentum=0.3, outer_lr=0.8)}),
         "slowmo 0 1": ("slowmo", {"slowmo": SlowMoConfig(outer_momentum=0.0)}),
-        "slowmo alpha": ("slowmo", {"slowmo": SlowMoConfig(outer_lr=0.8)}),
         "slowmo lr": ("slowmo", {"lr": lambda: schedule(next(boundaries))}),
         "slowmo constant lr": ("slowmo", {"lr": lambda: 0.05}),
         "overlap": ("overlap_local", {}),
@@ -166,15 +165,6 @@ def test_overlap_local_sgd_follows_its_formula(traces: Any, key: str, settings: 
     expected = overlap_by_hand(WORLD, OverlapLocalConfig(**settings))
     for of_rank, want in zip(traces, expected, strict=True):
         assert_traces_equal(of_rank[key], want)
-
-
-def test_each_setting_of_the_baselines_changes_the_result(traces: Any):
-    for family in ("slowmo", "overlap"):
-        finals = {k: t[-1] for k, t in traces[0].items() if k.startswith(family) and k != "slowmo constant lr"}
-        keys = list(finals)
-        for i, a in enumerate(keys):
-            for b in keys[:i]:
-                assert (finals[a] - finals[b]).abs().max() > 1e-4, f"{a} and {b} gave the same parameters"
 
 
 @pytest.mark.parametrize("key", ["local", "slowmo", "diloco", "co2", "local int4", "slowmo int4"])

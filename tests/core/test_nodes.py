@@ -1,6 +1,7 @@
 """CO2 where a worker is a node of several ranks, or holds a part of the outer state: equal to the specification."""
 
 import copy
+import functools
 import os
 import random
 import signal
@@ -23,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from core import CO2, CO2Config, CompressionConfig, node_mesh
 from core.checkpoint import runs as checkpoint
 from core.compression.formats import BLOCK, decode, encode
-from core.testing import run_distributed
 from core.testing.reference import Reference
 from tests import problems
 from tests.on_ranks import alike, on_ranks, shared_out, total_world_size
@@ -50,6 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
     "restart, at once": {"delay": 0, "gap": "none", "outer_momentum": 0.3, "clip": None},
 }
 CORNERS = ["keep_local, norm", "keep_local, boundary, elementwise", "keep_local, schedule", "paper, Nesterov"]
+FEW = [*CORNERS, "keep_local, at once", "paper, clip"]  # test_grid.py has the others in nodes, round by round
+mesh_of = functools.cache(functools.partial(node_mesh, "cpu"))  # of each process
 
 
 def config(name: str, **more: Any) -> tuple[CO2Config, Any]:
@@ -146,13 +148,14 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("inside", "per_node", "cases"),
-    [("ddp", 2, [*CASES]), pytest.param("fsdp2", 2, [*CASES], marks=SLOW), ("fsdp2", 2, CORNERS)]
+    [("ddp", 2, FEW), ("fsdp2", 2, CORNERS)]
+    + [pytest.param(inside, 2, [*CASES], marks=SLOW) for inside in ("ddp", "fsdp2")]
     + [pytest.param(inside, n, CORNERS, marks=SLOW) for inside in ("ddp", "fsdp2") for n in (1, 4)],
 )
 @on_ranks(4, timeout=600)
 def test_equals_the_reference_after_every_step(rank: int, inside: str, per_node: int, cases: list[str]):
     """Also where node 1 ends five steps earlier, and then takes part in the others' rounds."""
-    mesh, nodes = node_mesh("cpu", per_node), 4 // per_node
+    mesh, nodes = mesh_of(per_node), 4 // per_node
     each = [(name, 0) for name in cases] + [(name, 5) for name in CORNERS if nodes > 1]
     each = [(name, [STEPS - fewer * (node == 1) for node in range(nodes)]) for name, fewer in each]
     for (name, steps), theirs in zip(each, shared_out(lambda of: of_nets(of[0], per_node, of[1]), each), strict=True):
@@ -161,12 +164,11 @@ def test_equals_the_reference_after_every_step(rank: int, inside: str, per_node:
         assert apart(ours, theirs) < NEAR < (ours[-1] - ours[0]).abs().max(), (name, steps)
 
 
-@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
 @on_ranks(4, timeout=200)
-def test_batch_norm_and_frozen_parameters_in_nodes(rank: int, inside: str):
+def test_batch_norm_and_frozen_parameters_in_nodes(rank: int):
     """BatchNorm's statistics are means over all four ranks. A frozen layer stays node 0's."""
-    mesh, ends = node_mesh("cpu", 2), []
-    for nodes in (True, False):
+    mesh, ends = mesh_of(2), []
+    for inside, nodes in product(("ddp", "fsdp2"), (True, False)):
         torch.manual_seed(rank // 2)  # all begin as node 0
         model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
         model[0].requires_grad_(False)
@@ -191,7 +193,8 @@ def test_batch_norm_and_frozen_parameters_in_nodes(rank: int, inside: str):
         ends.append((whole(model), buffers))
         kept = whole(model[0])
         assert torch.equal(kept, frozen) == (rank < 2) and alike(kept)
-    assert apart(*map(list, ends)) < NEAR  # pyright: ignore[reportArgumentType]
+    for pair in (ends[:2], ends[2:]):
+        assert apart(*map(list, pair)) < NEAR  # pyright: ignore[reportArgumentType]
 
 
 # -- who holds which part ----------------------------------------------------------------------------------------------
@@ -214,7 +217,7 @@ def run(
     """The parameters after each step and at the end."""
     how: dict[str, Any] = dict(PLACES[place])
     ranks = [rank // 2 * 2, rank // 2 * 2 + 1] if "mesh" in how else [rank]
-    how |= {"mesh": node_mesh("cpu", 2)} if "mesh" in how else {}
+    how |= {"mesh": mesh_of(2)} if "mesh" in how else {}
     co2, seen = CO2(params, c, **how, **more), []
     for step in range(steps):
         node_step(params, ranks, step)
@@ -252,7 +255,7 @@ def test_the_distance_from_the_mean_is_that_of_the_workers(rank: int):
     for place, name in cases:
         how: dict[str, Any] = dict(PLACES.get(place, {}))
         ranks = [rank // 2 * 2, rank // 2 * 2 + 1] if "mesh" in how else [rank]
-        how |= {"mesh": node_mesh("cpu", 2)} if "mesh" in how else {}
+        how |= {"mesh": mesh_of(2)} if "mesh" in how else {}
         params, sent, told, c = problems.odd_parameters(), list[Tensor](), list[float](), config(name)[0]
         co2 = CO2(params, c, **how)
         for step in range(5 * TAU):
@@ -320,43 +323,43 @@ def test_a_node_of_one_rank_is_a_worker_bit_for_bit(rank: int):
     for name in CORNERS:
         c, schedule = config(name)
         params, others = problems.odd_parameters(), problems.odd_parameters()
-        co2 = CO2(others, c, mesh=node_mesh("cpu", 1), schedule=schedule)
+        co2 = CO2(others, c, mesh=mesh_of(1), schedule=schedule)
         assert len(co2._m[0]) == co2.buckets[0].numel
         plain = CO2(params, c, schedule=schedule)
         ends = [problems.train_with(method, p, rank, STEPS) for method, p in ((plain, params), (co2, others))]
         assert all(map(torch.equal, *ends))
 
 
-@pytest.mark.parametrize("name", ["keep_local, norm", "paper", "paper, norm"])
 @on_ranks(4)
-def test_a_node_with_a_spoilt_stage_is_left_out_as_a_whole(rank: int, name: str):
+def test_a_node_with_a_spoilt_stage_is_left_out_as_a_whole(rank: int):
     """In one step rank 3's stage is not a number. Both ranks of its node then continue from the outer iterate.
 
     With keep_local the node knows so only when the average arrives, so its steps until then are lost.
     """
-    stages, node, at = [torch.linspace(-1, 1, n, dtype=torch.float64) for n in (7, 5)], rank // 2, TAU + 1
-    c = config(name)[0]
-    p, seen = nn.Parameter(stages[rank % 2].clone()), []
-    co2 = CO2([p], c, mesh=node_mesh("cpu", 2), shards=True)
-    ref, ranks = specification(name, torch.cat(stages).expand(2, -1)), torch.tensor(NODES)[:, :, None]
-    for step in range(STEPS):
-        node_step([p], NODES[node], step)
-        ref.x.sub_(LR * gradient(ref.x[:, None], ranks.double(), step).mean(1))
-        if step == at:
-            ref.x[1, len(stages[0]) :] = float("nan")
-            p.data.fill_(float("nan")) if rank == 3 else None
-        if c.merge == "keep_local" and ref.excluded[1] and ref.in_flight:
-            ref.base[1] = ref.x[1]
-        go(ref, name)
-        if co2.step():
-            seen.append((p.detach().clone(), ref.x[node].split([7, 5])[rank % 2].clone(), step))
-    ref.finish()
-    co2.finish()
-    co2.close()
-    seen.append((p.detach().clone(), ref.x[node].split([7, 5])[rank % 2].clone(), STEPS))
-    # with keep_local, the parameters of the spoilt boundary are not a number until the average arrives
-    pairs = [pair for *pair, step in seen if c.merge != "keep_local" or step > 2 * TAU]
-    assert len(pairs) >= 2 and apart(*map(list, zip(*pairs, strict=True))) < NEAR  # pyright: ignore
+    for name in ("keep_local, norm", "paper", "paper, norm"):
+        stages, node, at = [torch.linspace(-1, 1, n, dtype=torch.float64) for n in (7, 5)], rank // 2, TAU + 1
+        c = config(name)[0]
+        p, seen = nn.Parameter(stages[rank % 2].clone()), []
+        co2 = CO2([p], c, mesh=mesh_of(2), shards=True)
+        ref, ranks = specification(name, torch.cat(stages).expand(2, -1)), torch.tensor(NODES)[:, :, None]
+        for step in range(STEPS):
+            node_step([p], NODES[node], step)
+            ref.x.sub_(LR * gradient(ref.x[:, None], ranks.double(), step).mean(1))
+            if step == at:
+                ref.x[1, len(stages[0]) :] = float("nan")
+                p.data.fill_(float("nan")) if rank == 3 else None
+            if c.merge == "keep_local" and ref.excluded[1] and ref.in_flight:
+                ref.base[1] = ref.x[1]
+            go(ref, name)
+            if co2.step():
+                seen.append((p.detach().clone(), ref.x[node].split([7, 5])[rank % 2].clone(), step))
+        ref.finish()
+        co2.finish()
+        co2.close()
+        seen.append((p.detach().clone(), ref.x[node].split([7, 5])[rank % 2].clone(), STEPS))
+        # with keep_local, the parameters of the spoilt boundary are not a number until the average arrives
+        pairs = [pair for *pair, step in seen if c.merge != "keep_local" or step > 2 * TAU]
+        assert len(pairs) >= 2 and apart(*map(list, zip(*pairs, strict=True))) < NEAR  # pyright: ignore
 
 
 @on_ranks(4, timeout=200)
@@ -425,7 +428,7 @@ def stop_for_a_second() -> None:
 def merges(inside: str, fragments: int) -> list[tuple[int, list[bool]]]:
     """By rank: after which local step each average was merged, and whether the node's replicas were equal bit for bit
     after each step. Rank 2 is stopped once."""
-    rank, mesh, merged, equal = dist.get_rank(), node_mesh("cpu", 2), [], []
+    rank, mesh, merged, equal = dist.get_rank(), mesh_of(2), [], []
     form = {"compression": CompressionConfig("int4"), "delay": "auto", "tau": 30, "fragments": fragments}
     steps = run_inside(inside, "keep_local", mesh, 120, settings=form, link=Uneven(rank))
     for step, (model, co2) in enumerate(steps):
@@ -445,7 +448,7 @@ def merges(inside: str, fragments: int) -> list[tuple[int, list[bool]]]:
 
 @pytest.mark.parametrize(
     ("inside", "fragments"),
-    [("ddp", 1), ("fsdp2", 3), *(pytest.param(*of, marks=SLOW) for of in (("ddp", 3), ("fsdp2", 1)))],
+    [("ddp", 3), *(pytest.param(*of, marks=SLOW) for of in (("ddp", 1), ("fsdp2", 1), ("fsdp2", 3)))],
 )
 @on_ranks(4, timeout=200)
 def test_a_node_merges_after_one_local_step(rank: int, inside: str, fragments: int):
@@ -462,7 +465,7 @@ def half(place: str, c: CO2Config, rank: int, steps: range, saved: Any = None, a
     """What a new object goes on from `saved` with: the same in front of step `at`, and the parameters at the end."""
     how, mine = dict(PLACES[place]), rank // 2 * 2
     params = [nn.Parameter(torch.linspace(-1, 1, 2100))]
-    co2 = CO2(params, c, **how | ({"mesh": node_mesh("cpu", 2)} if "mesh" in how else {}))
+    co2 = CO2(params, c, **how | ({"mesh": mesh_of(2)} if "mesh" in how else {}))
     if saved:
         params[0].data.copy_(saved[0])
         co2.load_state_dict(saved[1])
@@ -486,7 +489,7 @@ def test_a_run_resumed_in_flight_is_bit_identical(rank: int):
 
 def saved_on_two_nodes(rank: int, world_size: int, name: str, folder: str, at: int) -> None:
     params = problems.odd_parameters()
-    co2 = CO2(params, config(name)[0], mesh=node_mesh("cpu", 2))
+    co2 = CO2(params, config(name)[0], mesh=mesh_of(2))
     for step in range(at):
         node_step(params, [rank // 2 * 2, rank // 2 * 2 + 1], step)
         co2.step()
@@ -497,7 +500,7 @@ def saved_on_two_nodes(rank: int, world_size: int, name: str, folder: str, at: i
 
 def gone_on(rank: int, world_size: int, name: str, folder: str) -> list[Tensor]:
     params = problems.odd_parameters()
-    co2 = CO2(params, config(name)[0], mesh=node_mesh("cpu", 2))
+    co2 = CO2(params, config(name)[0], mesh=mesh_of(2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the number has changed
         begins = checkpoint.load(folder, nn.ParameterList(params), None, co2)
@@ -511,28 +514,28 @@ def gone_on(rank: int, world_size: int, name: str, folder: str) -> list[Tensor]:
     return [*seen, flat(params)]
 
 
-@pytest.mark.parametrize("name", ["keep_local", "paper"])
 @pytest.mark.parametrize("nodes", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_another_number_of_nodes_goes_on_in_flight(tmp_path: Path, nodes: int, name: str):
+def test_another_number_of_nodes_goes_on_in_flight(tmp_path: Path, nodes: int):
     """Two nodes save one local step after a launch. Node i goes on from what node i modulo 2 held."""
-    at = TAU + 1
-    run_distributed(saved_on_two_nodes, 4, name, str(tmp_path), at, timeout=200)
-    ours = run_distributed(gone_on, 2 * nodes, name, str(tmp_path), timeout=200)
-    x, seen = flat(problems.odd_parameters()), []
-    ref, ranks = specification(name, x.expand(2, -1)), torch.tensor(NODES)[:, :, None]
-    for step in range(STEPS):
-        if step == at:
-            before = torch.arange(nodes) % 2
-            ranks = torch.arange(2 * nodes).view(nodes, 2, 1)
-            ref.x, ref.base, ref.excluded = ref.x[before], ref.base[before], ref.excluded[before]
-            ref.in_flight = [(tau, own[before], delta) for tau, own, delta in ref.in_flight]
-        ref.x.sub_(LR * gradient(ref.x[:, None], ranks.to(x), step).mean(1))
-        go(ref, name)
-        seen.append(ref.x.clone())
-    ref.finish()
-    for rank, trace in enumerate(ours):
-        mine = [rows[rank // 2] for rows in [*seen[at:], ref.x]]
-        problems.assert_traces_equal(trace, mine, NEAR)
+    at, cases = TAU + 1, [(name, str(tmp_path / name)) for name in ("keep_local", "paper")]
+    problems.run_cases(saved_on_two_nodes, 4, [(*case, at) for case in cases], timeout=200)
+    traces = problems.run_cases(gone_on, 2 * nodes, cases, timeout=200)
+    for (name, _), ours in zip(cases, traces, strict=True):
+        x, seen = flat(problems.odd_parameters()), []
+        ref, ranks = specification(name, x.expand(2, -1)), torch.tensor(NODES)[:, :, None]
+        for step in range(STEPS):
+            if step == at:
+                before = torch.arange(nodes) % 2
+                ranks = torch.arange(2 * nodes).view(nodes, 2, 1)
+                ref.x, ref.base, ref.excluded = ref.x[before], ref.base[before], ref.excluded[before]
+                ref.in_flight = [(tau, own[before], delta) for tau, own, delta in ref.in_flight]
+            ref.x.sub_(LR * gradient(ref.x[:, None], ranks.to(x), step).mean(1))
+            go(ref, name)
+            seen.append(ref.x.clone())
+        ref.finish()
+        for rank, trace in enumerate(ours):
+            mine = [rows[rank // 2] for rows in [*seen[at:], ref.x]]
+            problems.assert_traces_equal(trace, mine, NEAR)
 
 
 # -- memory and checkpoints, by counting -------------------------------------------------------------------------------
@@ -555,7 +558,7 @@ def copies(inside: str, c: dict[str, Any], ranks: int, nodes: int) -> float:
 
 def held(inside: str, c: dict[str, Any], per_node: int) -> float:
     """The same, counted."""
-    mesh = node_mesh("cpu", per_node)
+    mesh = mesh_of(per_node)
     model = nn.Sequential(nn.Linear(128, NUMEL // 128, bias=False))
     wrapped(model, inside, mesh)
     co2 = CO2(model.parameters(), CO2Config(tau=TAU, **c), mesh=mesh)
@@ -568,13 +571,12 @@ def held(inside: str, c: dict[str, Any], per_node: int) -> float:
     return sum(t.numel() for t in places.values()) / NUMEL
 
 
-@pytest.mark.parametrize("inside", ["ddp", "fsdp2"])
 @on_ranks(4, timeout=100)
-def test_memory_in_copies(rank: int, inside: str):
-    for c in (GOOD, PAPER):
-        for per_node in (2, 4):
+def test_memory_in_copies(rank: int):
+    for inside, most in (("ddp", 1.6), ("fsdp2", 0.7)):
+        for c, per_node in product((GOOD, PAPER), (2, 4)):
             assert held(inside, c, per_node) == pytest.approx(copies(inside, c, per_node, 4 // per_node))
-    assert copies(inside, GOOD, 8, 16) <= {"ddp": 1.6, "fsdp2": 0.7}[inside]
+        assert copies(inside, GOOD, 8, 16) <= most
 
 
 def stored(c: dict[str, Any], nodes: int, *, light: bool) -> float:
@@ -589,22 +591,23 @@ def stored(c: dict[str, Any], nodes: int, *, light: bool) -> float:
     return 4 * (equal + moments + own + (nodes + 1) * ("compression" in c and not light))
 
 
-@pytest.mark.parametrize("name", ["good", "paper"])
 @on_ranks(4, timeout=100)
-def test_bytes_of_a_checkpoint(rank: int, name: str, tmp_path: Path):
-    c, mesh = {"good": GOOD, "paper": PAPER}[name], node_mesh("cpu", 2)
-    model = nn.Sequential(nn.Linear(128, NUMEL // 128, bias=False))
-    ddp = wrapped(model, "ddp", mesh)
-    optimizer, co2 = torch.optim.AdamW(model.parameters()), CO2(model.parameters(), CO2Config(tau=TAU, **c), mesh=mesh)
-    draws = torch.Generator().manual_seed(rank)
-    for _ in range(2 * TAU):
-        ddp(torch.randn(4, 128, generator=draws)).square().mean().backward()
-        optimizer.step(), optimizer.zero_grad(), co2.step()
-    for light, limits in ((False, {"good": 42e9, "paper": 18e9}), (True, {"good": 18e9, "paper": 3e9})):
-        folder = tmp_path / str(light)
-        assert checkpoint.save(folder, model, optimizer, co2, step=2 * TAU, light=light)
-        written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        assert written / NUMEL == pytest.approx(stored(c, 2, light=light), rel=0.05)
-        assert stored(c, 16, light=light) * 124.4e6 <= limits[name], "GPT-2 Small on 16 nodes"
-    co2.finish()
-    co2.close()
+def test_bytes_of_a_checkpoint(rank: int, tmp_path: Path):
+    mesh = mesh_of(2)
+    for c, limits in ((GOOD, (42e9, 18e9)), (PAPER, (18e9, 3e9))):
+        model = nn.Sequential(nn.Linear(128, NUMEL // 128, bias=False))
+        ddp = wrapped(model, "ddp", mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        co2 = CO2(model.parameters(), CO2Config(tau=TAU, **c), mesh=mesh)
+        draws = torch.Generator().manual_seed(rank)
+        for _ in range(2 * TAU):
+            ddp(torch.randn(4, 128, generator=draws)).square().mean().backward()
+            optimizer.step(), optimizer.zero_grad(), co2.step()
+        for light, most in zip((False, True), limits, strict=True):
+            folder = tmp_path / f"{len(c)} {light}"
+            assert checkpoint.save(folder, model, optimizer, co2, step=2 * TAU, light=light)
+            written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            assert written / NUMEL == pytest.approx(stored(c, 2, light=light), rel=0.05)
+            assert stored(c, 16, light=light) * 124.4e6 <= most, "GPT-2 Small on 16 nodes"
+        co2.finish()
+        co2.close()

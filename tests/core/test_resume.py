@@ -367,9 +367,8 @@ def gone_on(rank: int, world_size: int, folder: str, saves: bool) -> tuple[int, 
 def test_another_number_of_workers_goes_on_from_one_dict(tmp_path: Path):
     saved = run_distributed(gone_on, 2, str(tmp_path), True)
     assert not torch.equal(saved[0][1], saved[1][1])
-    for workers in (1, 3):
-        for rank, (rounds, snapshot) in enumerate(run_distributed(gone_on, workers, str(tmp_path), False)):
-            assert rounds > saved[0][0] and torch.equal(snapshot, saved[rank % 2][1])
+    for rank, (rounds, snapshot) in enumerate(run_distributed(gone_on, 3, str(tmp_path), False)):
+        assert rounds > saved[0][0] and torch.equal(snapshot, saved[rank % 2][1])
 
 
 def test_a_state_without_a_rank_is_refused_in_one_line():
@@ -569,7 +568,7 @@ def trained_with(mode: Any, name: str, call: str, folder: Path) -> Tensor:
         "load": lambda: checkpoint.load(folder, model, optimizer, method),
     }
     torch.manual_seed(1)
-    for step in range(10):
+    for step in range(7):
         module(torch.randn(4, 6).double()).square().mean().backward()
         optimizer.step(), optimizer.zero_grad()
         with mode() if step == at and call == "step" else contextlib.nullcontext():

@@ -15,7 +15,7 @@ from core.baselines.table import METHODS
 from core.stats import RoundClock, RoundStats, ready
 from tests import problems
 from tests.on_ranks import alike, on_ranks, total_world_size
-from tests.problems import Settings, flat, refusal, sgd_step, take_steps
+from tests.problems import Settings, flat, refusal, sgd_step
 from tests.quadratic import Quadratic
 from training.folder.rounds import Overlap
 
@@ -64,16 +64,6 @@ def test_unequal_workers_are_refused_with_the_rank_named(rank: int):
     assert "0.5" in messages["outer_lr"]
     assert "tau=2" in messages["local tau"] and "tau=3" in messages["local tau"]
     assert "tau=auto, against tau=4" in messages["tau or auto"] and "tau_max=192, " in messages["tau_max"]
-
-
-@on_ranks(2)
-def test_frozen_parameters_are_left_alone_after_the_broadcast(rank: int):
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)]
-    co2 = CO2(params, CO2Config(tau=1))
-    params[1].data.fill_(10.0 + rank)  # whatever the user does to it later is the user's
-    take_steps(co2, params, rank, range(3))
-    co2.finish()
-    assert (params[1] == 10.0 + rank).all() and (params[0] != 1).all()
 
 
 @on_ranks(3)

@@ -1,6 +1,5 @@
 """The choice of tau and of its wire: on times given by hand, and on real processes."""
 
-import math
 import random
 import time
 from dataclasses import replace
@@ -338,21 +337,6 @@ def tell_times(co2: CO2, link: Timed, step_seconds: float) -> None:
 
 
 @on_ranks(2)
-def test_a_link_that_slows_down_makes_rounds_longer(rank: int):
-    """By the slower worker's steps of 4 ms; where a median over five rounds turns, it does so at once."""
-    params, link = problems.odd_parameters(), Timed(1.0)
-    co2 = CO2(params, AUTO, link=link)
-    tell_times(co2, link, 0.002 * (1 + rank))
-    paced(co2, params, rank, 30)
-    link.bytes_per_second /= 10
-    paced(co2, params, rank, 90)
-    fast, slow = (math.ceil(1.25 * co2.stats.bytes_sent / (mbit * 125e3) / 0.004) for mbit in (1.0, 0.1))
-    co2.finish()
-    decisions = [(d.old, d.new) for d in co2.hook(AdaptiveTau).tuner.decisions]
-    assert slow >= 3 * fast and decisions == [(2, fast), (fast, slow)]
-
-
-@on_ranks(2)
 def test_where_means_merge_on_arrival_rounds_close_at_the_same_steps_from_the_first_on(rank: int):
     """Rank 1's steps take more than twice as long: the steps at which rounds closed, and all heard of a stop."""
     params = problems.odd_parameters()
@@ -426,8 +410,8 @@ def shapes(state: dict[str, Any]) -> dict[str, list[torch.Size]]:
 
 @pytest.mark.parametrize(
     ("mbit", "compression", "decided"),
-    [(0.4, "int4", ["int4"]), (64.0, "float32", ["float32"]), (20.0, "int4", ["float32", "int4"])],
-    ids=["slow", "fast", "between"],
+    [(64.0, "float32", ["float32"]), (20.0, "int4", ["float32", "int4"])],
+    ids=["fast", "between"],
 )
 @on_ranks(2)
 def test_a_format_is_chosen_with_tau_alike_on_all_workers_and_kept_in_a_checkpoint(rank, mbit, compression, decided):
@@ -522,9 +506,9 @@ def test_a_round_that_is_resumed_times_its_own_steps():
         first.trained[0].data.add_(0.1)
         first.step()
     resumed.load_state_dict(first.state_dict())
-    time.sleep(2)  # loading takes its time
+    time.sleep(1)  # loading takes its time
     for _ in range(5):
         time.sleep(0.01)
         resumed.trained[0].data.add_(0.1)
         resumed.step()
-    assert resumed.rounds == 1 and 0.01 <= float(resumed.stats.step_seconds) < 0.2
+    assert resumed.rounds == 1 and 0.01 <= float(resumed.stats.step_seconds) < 0.1

@@ -28,6 +28,8 @@ from segmentation.train import make_model
 from tests.scripts import Mistakes
 from training.loop.run import Run
 
+LIBRARY = ["distutils.errors"]  # which each of mmengine's runners asks for
+
 # -- a node of two workers whose CPU has SyncBatchNorm: stand-ins for five kernels of ATen's --------------------------
 
 
@@ -190,11 +192,10 @@ def scenarios(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     results["co2"]["buffers"] = torch.cat([b.flatten().double() for b in model.buffers()])
     again = runner("again", folder, Probe(), co2, load_from=f"{folder}/co2/iter_4.pth", resume=True).train()
     results["resumed"] = flat(again)
-    for method, extra in (("slowmo", {"outer_momentum": 0.3}), ("overlap_local", {"pull": 0.4})):
-        probe = Probe()
-        loop = {"type": "IterBasedTrainLoop", "max_iters": 3}
-        model = runner(method, folder, probe, {"method": method, "tau": 2, method: extra}, train_cfg=loop).train()
-        results[method] = {"seen": probe.seen, "end": flat(model), "config": probe.built.config}
+    probe, slowmo = Probe(), {"method": "slowmo", "tau": 2, "slowmo": {"outer_momentum": 0.3}}
+    loop = {"type": "IterBasedTrainLoop", "max_iters": 3}
+    model = runner("slowmo", folder, probe, slowmo, train_cfg=loop).train()
+    results["slowmo"] = {"seen": probe.seen, "end": flat(model), "config": probe.built.config}
     kernels = be_in_a_node(rank, world_size)
     results["sync_bn"] = [one_pass(rank, {"out": Path(folder, str(i))} | settings) for i, settings in enumerate(PASSES)]
     del kernels
@@ -212,7 +213,7 @@ def test_workers_train_apart_meet_at_round_ends_and_end_equal(two: list[dict[str
     equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
     # rounds end at 3 and, counted anew after the checkpoint at 4, at 7; 4 and 8 are checkpoints
     assert equal == [False, False, True, True, False, False, True, True] and not two[0]["co2"]["wrapped"]
-    for name in ("co2", "slowmo", "overlap_local"):
+    for name in ("co2", "slowmo"):
         a, b = (r[name]["end"] for r in two)
         assert torch.equal(a, b), name
         assert not torch.equal(a, two[0][name]["seen"][0]), name
@@ -222,7 +223,6 @@ def test_workers_train_apart_meet_at_round_ends_and_end_equal(two: list[dict[str
 def test_settings_arrive_and_a_resumed_run_ends_as_the_whole_one(two: list[dict[str, Any]]):
     expected = CO2Config(tau=3, outer_lr=0.5, outer_momentum=0.25, gap="norm", clip=0.5)
     assert two[0]["co2"]["config"] == expected and two[0]["slowmo"]["config"].outer_momentum == 0.3
-    assert two[0]["overlap_local"]["config"].pull == 0.4
     for result in two:
         torch.testing.assert_close(result["resumed"], result["co2"]["end"], rtol=0, atol=1e-6)
         assert not torch.allclose(result["resumed"], result["co2"]["seen"][3], rtol=0, atol=1e-6)

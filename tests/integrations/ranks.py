@@ -1,4 +1,4 @@
-"""Ranks as torchrun starts them, for libraries' trainers. A test module adds what it needs of a library to PRELOAD."""
+"""Ranks as torchrun starts them, for libraries' trainers. A test module names what it needs of a library in LIBRARY."""
 
 from __future__ import annotations
 

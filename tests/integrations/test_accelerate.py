@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from core import CO2Config, UserError
-from core.testing import PRELOAD
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Factor, Inner, Net
 from tests.integrations.ranks import ranks
 from tests.on_ranks import alike, on_ranks, total_world_size
 
-PRELOAD += ["accelerate", "core.integrations.accelerate", "torch.utils.tensorboard"]
+LIBRARY = ["accelerate", "core.integrations.accelerate", "torch.utils.tensorboard"]
 
 
 def accelerator_of(log: str, **settings: Any) -> Any:

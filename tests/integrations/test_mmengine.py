@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from core.groups import of_all
-from core.testing import PRELOAD
 from tests.integrations import plain
 from tests.integrations.ranks import ranks
 from tests.on_ranks import on_ranks
 
-PRELOAD += ["mmengine.runner", "core.integrations.mmengine"]
+LIBRARY = ["distutils.errors", "mmengine.runner", "core.integrations.mmengine"]
 SAVED = 4  # iterations; gradients are accumulated over three
 FRAGMENTS = {"merge": "keep_local", "delay": 1, "gap": "none", "fragments": 2}
 

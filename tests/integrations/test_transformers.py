@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from core import CO2Config, CollectiveError
-from core.testing import PRELOAD
 from tests.integrations import plain
 from tests.integrations.plain import BATCH, EPOCHS, PAPER, Net
 from tests.integrations.ranks import ranks
 from tests.on_ranks import on_ranks
 from tests.problems import refusal
 
-PRELOAD += ["transformers.trainer", "core.integrations.transformers", "tensorboard", "torch.utils.tensorboard"]
+LIBRARY = ["transformers.trainer", "core.integrations.transformers", "tensorboard", "torch.utils.tensorboard"]
 
 
 class ForTrainer(Net):
@@ -122,21 +121,6 @@ def test_sigterm_to_all_processes_of_a_node_reaches_only_a_handler(rank: int, tm
         own: Any = run(str(tmp_path), watch=terminate, dataloader_num_workers=2)
     assert len(heard) == 1
     plain.assert_equal(own["trace"], plain.train(plain.in_turn(rank, 2)))
-
-
-@on_ranks(2, through=ranks)
-def test_a_callback_that_was_not_added_is_refused(rank: int, tmp_path: Path) -> None:  # noqa: ARG001
-    from transformers import Trainer
-
-    from core.integrations.transformers import CO2Callback
-
-    trainer = Trainer(
-        ForTrainer(), arguments(str(tmp_path), {}), train_dataset=[{"x": torch.zeros(6), "labels": 0}] * 4
-    )
-    callback = CO2Callback(trainer, PAPER)
-    assert "add it with trainer.add_callback()" in refusal(trainer.train)
-    trainer.add_callback(callback)
-    trainer.train()
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -278,6 +262,16 @@ def alone(rank: int, workers: int, folder: str) -> None:
 
 
 def mistakes(rank: int, workers: int, folder: str) -> list[str]:
+    from transformers import Trainer
+
+    from core.integrations.transformers import CO2Callback
+
+    few = [{"x": torch.zeros(6), "labels": 0}] * 4
+    trainer = Trainer(ForTrainer(), arguments(folder, {}), train_dataset=few)
+    callback = CO2Callback(trainer, PAPER)
+    assert "add it with trainer.add_callback()" in refusal(trainer.train)
+    trainer.add_callback(callback)
+    trainer.train()
     run(f"{folder}/plain", max_steps=2, save_strategy="steps")
     if rank == 0:
         shutil.copytree(f"{folder}/plain", f"{folder}/two")

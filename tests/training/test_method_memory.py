@@ -185,7 +185,7 @@ def counts(names: tuple[str, ...]) -> dict[str, Any]:
     return run_distributed(on_worker, 2, list(names), timeout=300)[0]
 
 
-FAST = ("paper", "recommended", "shard", "int4, shard", "int4, per_node")
+FAST = ("paper", "recommended", "int4, shard", "int4, per_node")
 REST = tuple(name for name in SETTINGS if name not in FAST)
 
 

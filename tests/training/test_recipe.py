@@ -21,6 +21,7 @@ from reproduce import NODES, fitting_batch
 from results.paper import GPUS
 from tests.runs import Plain
 from tests.scripts import refused
+from tests.training.test_memory import SMALLER
 from training import checks
 from training import launch as launcher
 from training.checks import check_batch_norm, check_start, dry_run
@@ -281,6 +282,8 @@ def test_every_recipe_starts_on_its_clusters_or_is_refused_in_one_line(task, nam
     shown, rest = capsys.readouterr().out.split("\n}\n")
     settings = json.loads(shown[shown.index("{") :] + "}")  # mmcv prints at its import, too
     assert settings["batch_size"] == fit.batch_size and float(rest.split()[0]) > 0.03
+    (needs,) = re.findall(r"([\d.]+) GiB a GPU\b", rest)
+    assert float(needs) < 24 or name in [larger for larger, _ in SMALLER]
     assert f"{workers} workers of {fit.batch_size // fit.data_workers(workers)} samples" in rest
     monkeypatch.setenv("WORLD_SIZE", str(gpus))
     try:

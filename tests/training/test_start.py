@@ -243,9 +243,9 @@ launch(lambda: print(open("run", "w").fileno(), "é", file=open("found", "w")) o
 
 def test_a_closed_stream_is_no_file_of_the_run_and_a_letter_is_no_error(tmp_path: Path):
     env = os.environ | {"PYTHONPATH": str(Path.cwd()), "PYTHONIOENCODING": "ascii"}
-    for closed in ("2>&-", "<&- >&- 2>&-"):
-        ran = subprocess.run(f"{sys.executable} -c '{CLOSED}' {closed}", shell=True, cwd=tmp_path, env=env, check=False)
-        assert ran.returncode == 0 and int((tmp_path / "found").read_text().split()[0]) > 2, closed
+    command = f"{sys.executable} -c '{CLOSED}' <&- 2>&-"
+    said = subprocess.run(command, shell=True, cwd=tmp_path, env=env, check=True, capture_output=True, text=True)
+    assert said.stdout == "\\xe9\n" and int((tmp_path / "found").read_text().split()[0]) > 2
 
 
 @pytest.mark.parametrize(
@@ -302,15 +302,9 @@ def test_a_second_signal_ends_the_run_at_once_and_signals_are_their_own_again_af
     assert signal.getsignal(signal.SIGTERM) == stop._on_signal, "of a run that is stopped nothing else is"
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ("--store etcd://a/run script.py", "--store etcd://a/run is for elastic"),
-        ("--nnodes 2 -m core.doctor", "--nnodes 2 needs --node-rank and --master-addr: "),
-    ],
-)
-def test_what_the_launcher_cannot_start_is_refused(options: str, told: str, tmp_path: Path):
-    process = fork_script(tmp_path / "said", "training.launch", "--nproc-per-node", "1", *options.split())
+def test_what_the_launcher_cannot_start_is_refused(tmp_path: Path):
+    options = ("--nproc-per-node", "1", "--store", "etcd://a/run", "script.py")
+    process = fork_script(tmp_path / "said", "training.launch", *options)
     process.join(60)
     said = (tmp_path / "said").read_text()
-    assert process.exitcode == 2 and said.count("\n") == 1 and told in said
+    assert process.exitcode == 2 and said.count("\n") == 1 and "--store etcd://a/run is for elastic" in said
