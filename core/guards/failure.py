@@ -186,10 +186,12 @@ def describe_failed(members: Sequence[int] = ()) -> str:
 
 def tell_end() -> None:
     """Lets the peers know, at the end of this process, that it has not called finish(), in which they may wait."""
+    if (peers := _peers) is None:
+        return
     until = time.monotonic() + ANSWERS_WITHIN
-    for address in _peers.known.values() if _peers is not None else ():
+    for address in peers.known.values():
         if time.monotonic() < until:  # Python starts no threads any more
-            _peers.ask_one(address, f"{_peers.rank} ended")
+            peers.ask_one(address, f"{peers.rank} ended")
 
 
 def explain(error: BaseException) -> CollectiveError | None:
