@@ -352,6 +352,11 @@ class TauTuner:
         A state with compressions that this tuner does not have is ignored. A tau that the user has given replaces the
         checkpoint's tau.
         """
+        if missing := [name for name in SAVED if name not in state]:
+            raise UserError(
+                f"the checkpoint's automatic tau has no {missing[0]!r}, so an older version wrote it: resume with that "
+                "version, or start afresh"
+            )
         used = {state["compression"], *state["_untested"], *(state["_previous"] or ())[:1]}
         if not used <= self.compressions.keys():
             return

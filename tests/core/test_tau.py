@@ -135,6 +135,8 @@ def test_a_state_of_other_settings_does_not_override_them():
     other = TauTuner(192, compressions={"int4": 0.5})
     other.load_state_dict(wide.state_dict())
     assert (other.compression, other.needed, other.decisions) == ("int4", None, [])
+    older = {name: value for name, value in wide.state_dict().items() if name != "_received"}
+    assert "no '_received', so an older version wrote it" in problems.refusal(given.load_state_dict, older)
 
 
 def test_the_ranks_of_a_node_share_a_place_and_their_times_are_their_mean():
