@@ -183,7 +183,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         GUARDS.inputs.check_inputs(given, self.params, self._buffers)
         on_host = share is not None and share.offload
         self.allreduce = allreduce(torch.device("cpu") if on_host else self.params[0].device)
-        GUARDS.inputs.check_group(self.allreduce)
+        GUARDS.inputs.check_group(self.allreduce.places, is_elastic=self.allreduce.is_elastic)
         sizes = dict(OWN_SCALARS)
         if self._buffers and not self.node.separate:  # pipeline stages have different buffers, and send all
             sizes[CHANGED] = len(self._buffers)

@@ -415,7 +415,7 @@ def waits(runs: Iterable[Row]) -> str:
 
 def over(ours: str, links: Mapping[tuple[str, float], Sequence[str]], of: Callable[..., list[Row]]) -> Cells:
     """The seconds of a link's methods over the seconds of `ours`, seed by seed, with the seconds of `ours` itself and
-    how long it waits, by link and target. of: (task, rate, method) -> the runs that have both."""
+    how long it waits, by link and target. `of` returns the runs of a task and rate to compare a method in."""
     places = [(at, late) for at in links for late in (False, True)]
     lines = bold([[ratio_of(of(*at, m), m, ours, late=late) for m in links[at]] for at, late in places])
     made = Cells()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from ..buckets import is_dtensor, kind_of, local_shard
-from ..comm import AsyncAllReduce, Reducer
+from ..comm import Reducer
 from ..errors import UserError, env_number, require
 from ..groups import WORLD, backend_for, is_alive, of_all
 from ..hooks import Hook, HookedMethod
@@ -101,17 +101,17 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
         )
 
 
-def check_group(allreduce: AsyncAllReduce) -> None:
+def check_group(places: int = 1, *, is_elastic: bool = False) -> None:
     """Raises UserError if several workers were started and torch.distributed is not initialized.
 
     Also if the elastic launcher has started them, and the method is not elastic.
     """
-    if "CO2_WORKER" in os.environ and not allreduce.is_elastic:
+    if "CO2_WORKER" in os.environ and not is_elastic:
         raise UserError(
             "the elastic launcher restarts workers, and this method's workers cannot join again: loop over an "
             "ElasticLoop (a train script: give --elastic), or start the script with torchrun"
         )
-    if allreduce.places == 1 and (workers := env_number("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
+    if places == 1 and (workers := env_number("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         raise UserError(
             f"WORLD_SIZE={workers}, but torch.distributed is not initialized: this worker would train alone; call "
             "init_process_group first"
