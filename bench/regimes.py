@@ -103,7 +103,7 @@ def in_turn(tau: int, delay: int, fragments: int) -> Run:
 
 LOCAL = "local:compression=int4"
 DDP = Run("ddp:compression=int4", 1, BACKWARD)
-BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2, 192, 384, 3, 4, 768))
+BLOCKING = tuple(Run(LOCAL, tau) for tau in (6, 24, 12, 48, 96, 2, 192, 384, 4, 768))
 NEAR = ((2, 1), (2, 2), (6, 1), (6, 2), (12, 2), (12, 4), (24, 1), (24, 4), (24, 12), (48, 12), (96, 12))
 FAR = ((96, 48), (192, 96), (192, 129), (384, 129))
 HIDDEN = tuple(hidden(*places) for places in NEAR + FAR)
