@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from bench import regimes
+from bench.loss.methods import METHODS, Method
 from bench.report import TUNING_SEED, holm, mean_ratio
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
@@ -493,7 +494,9 @@ def losses(
     same = {key: choice[key] for key in ("task", "method", "lr", "workers", "batch", "steps", "shards")}
     same |= {"tau": tau} if choice["method"] != "ddp" else {}
     runs = select((row for row in rows if row["kind"] == "run"), split="test", **same)
-    return {run["seed"]: run["loss"] for run in runs if run["options"] == choice["options"]}
+    defaults = METHODS.get(choice["method"], Method).options  # an older row lacks a newer option
+    chosen = defaults | choice["options"]
+    return {run["seed"]: run["loss"] for run in runs if defaults | run["options"] == chosen}
 
 
 def loss_of(found: Losses) -> str:
