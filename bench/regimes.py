@@ -77,19 +77,21 @@ class Link:
         r: Seconds of a float32 all-reduce over the seconds of a local step.
         codec: Seconds of encoding and decoding over the seconds of the int4 transfer.
         slowdown: How much longer a local step takes during an all-reduce, as a share of the step.
+        latency: Seconds that an all-reduce takes besides its transfer, over the seconds of a local step.
     """
 
     r: float
     codec: float = 0.0
     slowdown: float = 0.0
+    latency: float = 0.0
 
     def step_seconds(self, run: Run) -> float:
         """Modeled seconds of a step, in local steps.
 
-        A round's all-reduces take a = 0.13 r (1 + codec). F fragments take a / F each, one after the other, and hide
-        behind F delay local steps of the round.
+        A round's all-reduces take a = 0.13 r (1 + codec) + F latency. F fragments take a / F each, one after the other,
+        and hide behind F delay local steps of the round.
         """
-        a = INT4 * self.r * (1 + self.codec)
+        a = INT4 * self.r * (1 + self.codec) + run.fragments * self.latency
         return 1 + (a - min(run.fragments * run.delay, a / (1 + self.slowdown))) / run.tau
 
 
@@ -127,12 +129,14 @@ class Options:
     """Seconds of encoding and decoding over the seconds of the int4 transfer; 0.53 on an H200 at 400 Gbit/s."""
     slowdown: float = 0.0
     """How much longer a local step takes during an all-reduce: 0.5 for half as long again."""
+    latency: float = 0.0
+    """Seconds that an all-reduce takes besides its transfer, over the seconds of a local step."""
     rows: Path = RESULTS / "regimes.jsonl"
     device: Literal["cpu", "cuda"] = "cpu"
     """Holds all workers of a run. Rows count whatever their device."""
 
     def check(self) -> None:
-        require(self, once="tasks seeds ratios", positive="ratios", zeros="codec slowdown", tasks=RATES)
+        require(self, once="tasks seeds ratios", positive="ratios", zeros="codec slowdown latency", tasks=RATES)
         require_device(self)
         if TUNING_SEED in self.seeds:
             raise UserError(f"seeds={TUNING_SEED}: it is the tuning seed; report other seeds")
@@ -276,7 +280,7 @@ def search(o: Options, rows: Sequence[Rows]) -> Iterator[Cell]:
                 print(what, flush=True)
                 return row["loss"]
 
-        links = (Link(r, o.codec, o.slowdown) for r in o.ratios)
+        links = (Link(r, o.codec, o.slowdown, o.latency) for r in o.ratios)
         yield from (cell(loss, task, link, o.seeds, FRAGMENTS if o.fragments else HIDDEN) for link in links)
 
 

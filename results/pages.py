@@ -242,10 +242,11 @@ def regime_map() -> Cells:
     return lines
 
 
-COSTS_OF_HIDING = {  # codec, slowdown: see regimes.Link
+COSTS_OF_HIDING = {  # codec, slowdown, latency: see regimes.Link
     "`--codec 0.53`": (0.53, 0.0),
     "`--slowdown 0.5`": (0.0, 0.5),
     "both": (0.53, 0.5),
+    "`--latency 0.2`": (0.0, 0.0, 0.2),
 }
 
 

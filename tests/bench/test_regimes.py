@@ -57,6 +57,8 @@ def test_the_codec_and_slower_steps_cost_seconds():
     assert slow(Run(LOCAL, 8)) == 1.5, "a blocking method computes nothing meanwhile"
     assert both(hidden(8, 6)) == pytest.approx(1 + 2 / 8), "four steps in the seconds of six"
     assert both(hidden(8, 2)) == pytest.approx(1 + 4 / 8), "waits behind two steps that took three"
+    late = Link(4 / INT4, latency=0.5).step_seconds
+    assert late(Run(LOCAL, 8)) == 1 + 4.5 / 8 and late(in_turn(8, 1, 4)) == 1 + 2 / 8, "once for each fragment"
 
 
 def test_a_run_s_loss_between_its_three_lengths():
