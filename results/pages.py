@@ -590,19 +590,17 @@ def hidden_diloco() -> Cells:
     return lines
 
 
-@table("nodes, equal samples | Local-SGD (blocking): loss | CO2, % | CO2, one worker per rank, % | DDP, %")
+@table("nodes of two, equal samples | Local-SGD (blocking): loss | CO2, % | CO2, one worker per rank, % | DDP, %")
 def nodes_loss() -> Cells:
-    """Losses of simulated nodes, over int4. A node of ranks is a worker with their samples."""
+    """Losses of simulated nodes, over int4. A node of two ranks is a worker with twice the batch."""
     lines = Cells()
-    places = [("bytes", 2, 2, 16), ("bytes", 4, 2, 16), ("bytes", 16, 8, 16), ("cifar", 2, 2, 16), ("cifar", 4, 2, 16)]
-    for task, nodes, size, batch in places:  # batch: of a node
-        of = functools.partial(losses, "fragments.jsonl", task, steps=480 if size == 2 else 240, tau=12, tried=3)
-        base = of("local:compression=int4", workers=nodes, batches=(batch,))
-        ours, each = ((nodes, batch), (nodes * size, batch // size))
-        others = [of(ONE_LATE, workers=workers, batches=(samples,)) for workers, samples in (ours, each)]
+    for task, nodes in itertools.product(("bytes", "cifar"), (2, 4)):
+        of = functools.partial(losses, "fragments.jsonl", task, steps=480, tau=12, tried=3)
+        base = of("local:compression=int4", workers=nodes, batches=(16,))
+        others = of(ONE_LATE, workers=nodes, batches=(16,)), of(ONE_LATE, workers=2 * nodes, batches=(8,))
         # DDP's workers only share the batch
-        every = of("ddp", workers=4, batches=(4 * nodes,)) or of("ddp", workers=nodes, batches=(batch,))
-        lines[f"{THREE[task]}, {nodes} of {size}"] = [loss_of(base), *(against(it, base) for it in (*others, every))]
+        every = of("ddp", workers=4, batches=(4 * nodes,))
+        lines[f"{THREE[task]}, {nodes}"] = [loss_of(base), *(against(it, base) for it in (*others, every))]
     return lines
 
 
