@@ -295,6 +295,7 @@ def test_an_uncaught_mistake_is_one_line_of_the_users_script(how: str, tmp_path:
     """In a thread and at the end, under torchrun once. A bug keeps its traceback, and CO2_TRACEBACK brings back all."""
     (script := tmp_path / "script.py").write_text(SCRIPT)
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+    env.pop("CO2_LAUNCH", None)  # of a launcher that another test has run in this process
     env |= {"CO2_TRACEBACK": "1"} if how == "asked" else {}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if how == "torchrun" else []
     done = subprocess.run([sys.executable, *launcher, script], env=env, capture_output=True, text=True, timeout=120)
