@@ -111,7 +111,7 @@ def pack(documents: Sequence[Document]) -> Packed:
 def pack_share(
     documents: Sequence[Document], rings: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None
 ) -> Packed:
-    """This rank's part of a row whose documents are split over rings of ranks of the island (None: of all ranks).
+    """This rank's part of a row whose documents are split over rings of ranks of the island (None means all).
 
     Returns:
         The part, or a filler of one token if this rank holds nothing.

@@ -203,7 +203,7 @@ def cut_tensors(stage: Stage, family: Family, mesh: DeviceMesh) -> None:
 class Replicated(ParallelStyle):
     """A module whose parameters every rank holds.
 
-    With `local` it returns a plain tensor. By default it returns a replicated DTensor, so that the gradients of the
+    With `local` the module returns a plain tensor, and otherwise a replicated DTensor, so that the gradients of the
     following layers are summed before one all-reduce.
     """
 
