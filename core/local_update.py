@@ -104,11 +104,15 @@ class Loop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None and not self._is_closed:
+                self.finish()
+                self.close()
+        except BaseException:
+            self.leave()
+            raise
         if kind is not None:
-            return self.leave()
-        if not self._is_closed:
-            self.finish()
-            self.close()
+            self.leave()
 
 
 class ReduceResult(NamedTuple):
@@ -306,7 +310,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
 
     def leave(self) -> None:
         self.allreduce.leave()  # and the groups of a node
-        self.node.group = None
+        self.node.forget()
         self._end()
 
     def _end(self) -> None:
@@ -388,7 +392,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
                 self._report_excluded(excluded)
         self._sent_tau = self.sync_schedule.tau
         self.growth = self._sent_tau / self._arrived_tau
-        number = self.rounds - (self.fragment_index > 0)  # the first fragment's all-reduce begins a round
+        number = max(0, self.rounds - (self.fragment_index > 0))  # the first fragment's all-reduce begins a round
         part = f" (fragment {self.fragment_index})" if self.is_cut else ""
         self.allreduce.label = f"the all-reduce of round {number}{part}"
         self.allreduce.launch(self.stages())
