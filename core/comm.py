@@ -545,7 +545,7 @@ class Reducer:
         """Changes the format to `kind`, before a checkpoint of that kind is loaded. Here it does nothing."""
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        """Yields the stages of the all-reduce with this number, counted from 1.
+        """Yields the stages of the all-reduce of the `number`-th round, counted from 1.
 
         The generator keeps no reference to the group, which is None for one worker.
         """

@@ -156,6 +156,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     sync_schedule: SyncSchedule
     _needs_global_norms = False  # whether the method needs norms of all parameters, which DTensors do not give
     _is_last = False  # whether every worker has started fragment 0's last all-reduce from finish()
+    _number = 0  # of the round whose all-reduce started last, counted from 1
 
     def __init__(
         self,
@@ -388,9 +389,9 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
                 self._report_excluded(excluded)
         self._sent_tau = self.sync_schedule.tau
         self.growth = self._sent_tau / self._arrived_tau
-        number = self.rounds - (self.fragment_index > 0)  # the first fragment's all-reduce begins a round
+        self._number = self.rounds + (self.fragment_index == 0)  # the first fragment's all-reduce begins a round
         part = f" (fragment {self.fragment_index})" if self.is_cut else ""
-        self.allreduce.label = f"the all-reduce of round {number}{part}"
+        self.allreduce.label = f"the all-reduce of round {self._number - 1}{part}"
         self.allreduce.launch(self.stages())
 
     def stages(self) -> Iterator[Stage]:
@@ -404,7 +405,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
             for flat in self.state.shared():
                 yield send_first([flat], self.allreduce.group)
         self.broadcasts_state = False
-        yield from self.reducer.stages(self.allreduce.group, self.allreduce.launched)
+        yield from self.reducer.stages(self.allreduce.group, self._number)
 
     def _wait_allreduce(self, *, finished: bool) -> ReduceResult:
         """Waits for the all-reduce in flight. The model's buffers become their averages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -195,14 +196,20 @@ def test_curves_by_hand():
     matrix = torch.zeros(40, 30, dtype=torch.float64)
     matrix[range(4), range(4)] = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
     layer = Layer(0, 1200, 40, 30, 8)
-    choices = [Choice("raw"), Choice("rank", 1), Choice("rank", 3), Choice("top", 2 / 1200), parse("int2")]
-    errors = curve(matrix.view(-1), layer, choices, [True] * 5, seed=0)
-    assert errors.tolist() == pytest.approx([0.0, 14**0.5, 1.0, 5**0.5, 6**0.5], abs=2e-3)
-    assert errors[[0, 3, 4]].tolist() == pytest.approx([0.0, 5**0.5, 6**0.5], abs=1e-12)
-    assert (errors[1:3] >= torch.tensor([14**0.5, 1.0]) - 1e-12).all(), "iterations find no more than is there"
+    raw, exact = Choice("raw"), pytest.approx
+
+    def errors(values: Tensor, *choices: Choice) -> list[float]:
+        return curve(values.view(-1), layer, choices, [True] * len(choices), seed=0).tolist()
+
+    assert errors(matrix, raw, Choice("top", 2 / 1200), Choice("top", 1e-9)) == exact([0.0, 5**0.5, 14**0.5], abs=1e-12)
     # int2: all four lie in the first block, whose step is 4: 3 becomes 4, 2 (half a step, to even) and 1 become 0
-    assert curve(matrix.view(-1) * float("nan"), layer, choices, [True] * 5, seed=0).isnan().all()
-    assert curve(matrix.view(-1), layer, choices, [True] * 4 + [False], seed=0)[4] == 0
+    assert errors(matrix, raw, parse("int2")) == exact([0.0, 6**0.5], abs=1e-12)
+    of_ranks = errors(matrix, raw, Choice("rank", 1), Choice("rank", 3))
+    assert of_ranks == exact([0.0, 14**0.5, 1.0], abs=2e-3)
+    assert of_ranks[1] >= 14**0.5 - 1e-12 and of_ranks[2] >= 1 - 1e-12, "iterations find no more than is there"
+    for choice in (parse("int2"), Choice("rank", 3), Choice("top", 2 / 1200)):
+        assert all(math.isnan(error) for error in errors(matrix * float("nan"), raw, choice))
+        assert curve(matrix.view(-1), layer, [raw, choice], [True, False], seed=0).tolist() == [0, 0]
 
 
 def test_choices_of_each_family():

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...buckets import Scalars
+from ...buckets import Scalars, views
 from ...comm import Stage, all_gather, sum_flats
 from ...errors import UserError, is_whole
-from .. import quantized
+from ...outer import segment_size
 from ..formats import BITS, BLOCK, BLOCK_BYTES, encode
 from ..quantized import chunk_of, moved
 
@@ -289,8 +289,7 @@ def fill(q: Tensor, filled: int, seed: int) -> None:
 def _flat(matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Returns one flat tensor of all matrices, and views of it in their shapes."""
     flat = torch.cat([m.reshape(-1) for m in matrices])
-    parts = flat.split([m.numel() for m in matrices])
-    return flat, [part.view(m.shape) for part, m in zip(parts, matrices, strict=True)]
+    return flat, views(flat, matrices)
 
 
 NOISE = 1e-12  # share of a sum below which a value is the sum's rounding error
@@ -310,59 +309,50 @@ def curve(values: Tensor, layer: Layer, choices: Sequence[Choice], offered: Sequ
         seed: Seed of the power iteration's start.
     """
     squares = torch.linalg.vector_norm(values, dtype=torch.float64).square()
-    kinds: dict[str, list[int]] = {"raw": [], "int": [], "top": [], "rank": []}
-    errors, zero = dict[int, Tensor](), torch.zeros_like(squares)  # raw has no error
-    for i, (choice, ok) in enumerate(zip(choices, offered, strict=True)):
-        if ok:
-            kinds[choice.kind].append(i)
-    parts = pad(values, (0, -len(values) % BLOCK)).split(quantized.GPU_SEGMENT if values.is_cuda else quantized.SEGMENT)
-    for i in kinds["int"]:
+    lossy = [i for i, (choice, ok) in enumerate(zip(choices, offered, strict=True)) if ok and choice != RAW]
+    row, kinds = squares.new_zeros(len(choices)), {choices[i].kind for i in lossy}
+    parts = pad(values, (0, -len(values) % BLOCK)).split(segment_size(values))
+    for i in lossy if "int" in kinds else ():
         norms = []
         for part in parts:
             encode(part, choices[i].compression, lost=(lost := part.clone()))
             norms.append(torch.linalg.vector_norm(lost, dtype=torch.float64))
-        errors[i] = torch.linalg.vector_norm(torch.stack(norms))
-    if tops := kinds["top"]:  # the norm of all elements but the k largest, for each k
-        counts = [layer.kept(choices[i].value) for i in tops]
+        row[i] = torch.linalg.vector_norm(torch.stack(norms))
+    if "top" in kinds:  # the norm of all elements but the k largest, for each k
+        counts = [layer.kept(choices[i].value) for i in lossy]
         largest_first = values.abs().topk(max(counts)).values
         lost = squares - largest_first.double().square_().cumsum(0)
         lost = torch.where(lost > NOISE * squares, lost, 0.0).sqrt()
-        errors |= {i: lost[k - 1] for i, k in zip(tops, counts, strict=True)}
-    if ranked := kinds["rank"]:
+        for i, k in zip(lossy, counts, strict=True):
+            row[i] = lost[k - 1]
+    if "rank" in kinds:
         # Power iterations of the highest rank serve all ranks: the first r columns of QR depend only on these columns.
-        ranks, matrix = [int(choices[i].value) for i in ranked], values.view(layer.rows, -1)
+        ranks, matrix = [int(choices[i].value) for i in lossy], values.view(layer.rows, -1)
         draw = torch.Generator(matrix.device).manual_seed(seed)
         q = torch.randn(matrix.shape[1], max(ranks), generator=draw, device=matrix.device, dtype=matrix.dtype)
         for _ in range(ITERATIONS):
             p = torch.linalg.qr(product(matrix, q)).Q
             q = product(matrix.T, p)  # q = G^T p: the part of G in the span of p
         lost = squares - q.double().square().sum(0).cumsum(0)
-        errors |= {i: lost[r - 1].clamp(min=0).sqrt() for i, r in zip(ranked, ranks, strict=True)}
-    row = torch.stack([errors.get(i, zero) for i in range(len(choices))])
+        for i, r in zip(lossy, ranks, strict=True):
+            row[i] = lost[r - 1].clamp(min=0).sqrt()
     return torch.where(squares.isfinite(), row, float("nan"))
 
 
 BINS = 10_000  # bins of the budget, as in the released code
 SUMMED = 10  # reductions whose compressed tensors are summed for the curves, as in the released code
+EVERY, FIRST = 20, 3  # reductions, if the settings do not give them
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One decision.
+    """One decision."""
 
-    Attributes:
-        number: The reduction after which it was made.
-        reason: One line for the log.
-        choices: Each layer's choice.
-        bytes: Bytes that a worker sends in a reduction, padding included.
-        uniform_bytes: The same with the uniform setting.
-    """
-
-    number: int
-    reason: str
-    choices: Sequence[Choice]
-    bytes: float
-    uniform_bytes: float
+    number: int  # of the reduction after which it was made
+    reason: str  # one line for the log
+    choices: Sequence[Choice]  # of each layer
+    bytes: float  # that a worker sends in a reduction, padding included
+    uniform_bytes: float  # the same with the uniform setting
 
 
 class Decider:
@@ -384,7 +374,7 @@ class Decider:
 
     def __init__(self, layers: Sequence[Layer], like: str, config: LGrecoConfig, world_size: int):
         self.layers, self.name, self.world_size = layers, like, world_size
-        self.fixed = config.rule == "uniform"
+        self.fixed, self._every, self._first = config.rule == "uniform", config.every or EVERY, config.first or FIRST
         wanted = parse(like)
         self.uniform = [uniform(layer, wanted) for layer in layers]
         if all(choice == RAW for choice in self.uniform):
@@ -397,6 +387,24 @@ class Decider:
         self.offered = torch.tensor(offered, device="cpu")
         sizes = [[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]
         self.sizes = torch.tensor(sizes, device="cpu").double()
+
+    def decides(self, number: int) -> bool:
+        """Returns whether the `number`-th reduction, from 1, computes errors, from which the next one decides."""
+        return not self.fixed and self._decision(number) == number
+
+    def sums(self, number: int) -> bool:
+        """Returns whether the `number`-th reduction is among the last SUMMED ones up to a decision."""
+        return not self.fixed and self._decision(number) < number + SUMMED
+
+    def _decision(self, number: int) -> int:
+        """Returns which reduction decides, from the `number`-th on: `first`, 2 x first, 4 x first and so on.
+
+        The distance doubles up to `every`, because gradients change fast when a run begins.
+        """
+        at = self._first
+        while at < min(number, self._every):
+            at *= 2
+        return at + max(0, -(-(number - at) // self._every)) * self._every
 
     def decide(self, curves: Tensor, now: Sequence[Choice], number: int) -> Allocation:
         """Decides from the workers' averaged curves. A layer whose row is not finite keeps its choice.
@@ -427,32 +435,6 @@ class Decider:
         return Allocation(number, reason, new, *sizes)
 
 
-class Clock:
-    """Decides at fixed reductions, so that a run can be repeated: at `first`, 2 x first, 4 x first and so on.
-
-    The time between two decisions doubles up to `every`, because gradients change fast when a run begins.
-
-    Attributes:
-        numbers: The reduction that decides next, 0 for the first; float64 [1] on the CPU, for a checkpoint.
-    """
-
-    def __init__(self, every: int, first: int):
-        self.every, self.first = every, first
-        self.numbers = torch.zeros(1, dtype=torch.float64, device="cpu")
-
-    def due(self, number: int) -> bool:
-        """Returns whether the `number`-th reduction, counted from 1, decides."""
-        return number >= max(self.first, self.numbers.item())
-
-    def counts(self, number: int) -> bool:
-        """Returns whether the `number`-th reduction is among the SUMMED reductions up to the next decision."""
-        return self.due(number + SUMMED - 1)
-
-    def plan(self, number: int) -> None:
-        """Plans the next decision. The `number`-th reduction has just decided."""
-        self.numbers.fill_(number + min(self.every, number))
-
-
 def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: int = BINS) -> list[int]:
     """Returns each layer's choice that minimizes the summed sizes, with summed errors up to the reference's.
 
@@ -477,24 +459,18 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: i
         cost = torch.ceil(errors / budget * bins * (1 - 1e-12)).clamp(max=bins + 1).long()
     else:
         cost = torch.where(errors > 0, bins + 1, 0)
-    best = torch.full((len(cost) + 1, bins + 1), float("inf"), dtype=torch.float64, device="cpu")
-    best[0] = 0.0  # [layers, b]: the smallest size of the first layers within b bins
-    candidates = [
-        [*zip(*rows, range(len(rows[0])), strict=True)] for rows in zip(cost.tolist(), sizes.tolist(), strict=True)
-    ]
-    for layer, of_layer in enumerate(candidates):
-        before, following = best[layer], best[layer + 1]
-        for q, size, _ in of_layer:
-            if q <= bins:
-                torch.minimum(following[q:], before[: bins + 1 - q] + size, out=following[q:])
-    if best[-1, bins].isinf():
+    best, picks = torch.zeros(bins + 1, dtype=torch.float64, device="cpu"), []
+    for costs, of_layer in zip(cost.tolist(), sizes.tolist(), strict=True):
+        ways = sorted(zip(costs, of_layer, range(len(costs)), strict=True))
+        within = [pad(best, (q, 0), value=math.inf)[: bins + 1] + size for q, size, _ in ways]
+        best, pick = torch.stack(within).min(0)  # [b]: the smallest size of the layers so far within b bins
+        picks.append((ways, pick.tolist()))
+    if best[bins].isinf():
         return list(reference)
-    b = int((best[-1] <= best[-1, bins]).nonzero()[0])  # the fewest bins that reach the smallest size
+    b = int((best <= best[bins]).nonzero()[0])  # the fewest bins that reach the smallest size
     picked: list[int] = []
-    for layer in reversed(range(len(cost))):
-        least, before = float(best[layer + 1, b]), best[layer]
-        fits = (c for c in sorted(candidates[layer]) if c[0] <= b and float(before[b - c[0]]) + c[1] == least)
-        q, _, c = next(fits)
+    for ways, pick in reversed(picks):
+        q, _, c = ways[pick[b]]
         picked.insert(0, c)
         b -= q
     return list(reference) if total(sizes, picked) > total(sizes, reference) else picked
