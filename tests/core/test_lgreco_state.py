@@ -126,9 +126,18 @@ def test_decisions_come_at_fixed_reductions_twice_as_far_apart_up_to_every():
         assert [n for n in range(400) if decider.decides(n)] == expected
         summed = [n for n in range(390) if decider.sums(n)]
         assert summed == [n for n in range(390) if any(d - 9 <= n <= d for d in expected)]
-    assert not any(
-        Decider([Layer(0, 1200, 40, 30, 4)], "int4", LGrecoConfig("uniform"), 2).decides(n) for n in range(9)
-    )
+
+
+def test_every_fragment_decides_in_the_same_rounds():
+    late = {"merge": "keep_local", "delay": 1, "gap": "none", "outer_momentum": 0.0, "fragments": 2}
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator(1))) for shape in ((60, 40), (900,))]
+    co2 = CO2(params, CO2Config(tau=2, compression=lgreco("int4", every=2, first=2), **late))
+    for step in range(12):
+        for p in params:
+            p.data.add_(torch.randn(p.shape, generator=generator(step)))
+        co2.step()
+    co2.finish()
+    assert [fragment.reducer.allocation.number for fragment in co2.fragments] == [6, 6]
 
 
 def table(seed: int, layers: int, choices: int) -> tuple[Tensor, Tensor, list[int]]:
