@@ -462,15 +462,14 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self._sent = self._changing
         if self._own_buffers:
             self._choose_buffers()
-        with self.share.own_stream() if self.share is not None else contextlib.nullcontext():
-            for bucket, own in self._own_buffers:
-                copy(bucket.buffer_views, [own[i] for i in bucket.travelling], queued=True)
-            if CHANGED in self.scalars.sizes:
-                pairs = [pair for b, own in self._own_buffers for pair in zip(own, b.first_given, strict=True)]
-                unknown = [i for i in range(len(pairs)) if i not in (self._sent or ())]
-                flags = self.scalars[CHANGED].view(-1).zero_()
-                found = [has_changed(*pairs[i]).to(flags.dtype) for i in unknown]
-                copy([flags[i] for i in unknown], found, queued=True)
+        for bucket, own in self._own_buffers:
+            copy(bucket.buffer_views, [own[i] for i in bucket.travelling], queued=True)
+        if CHANGED in self.scalars.sizes:
+            pairs = [pair for b, own in self._own_buffers for pair in zip(own, b.first_given, strict=True)]
+            unknown = [i for i in range(len(pairs)) if i not in (self._sent or ())]
+            flags = self.scalars[CHANGED].view(-1).zero_()
+            found = [has_changed(*pairs[i]).to(flags.dtype) for i in unknown]
+            copy([flags[i] for i in unknown], found, queued=True)
 
     def _note_changes(self, sums: Mapping[str, Sequence[float]]) -> None:
         """Receives a round's scalars, and adds each buffer that some worker has changed to `_changing`.
