@@ -43,11 +43,13 @@ class SyncSchedule:
 
     Attributes:
         tau: Local steps of the current round.
+        chooses: Whether tau follows from measured times, not from the user.
         fragments: In how many fragments the next round's all-reduces follow each other. None if that stays as it is.
     """
 
     tau: int
     fragments: int | None = None
+    chooses = False
 
     def __init__(self, tau: Any):
         self._given = tau
@@ -59,9 +61,6 @@ class SyncSchedule:
         if not isinstance(tau, int) or tau < 1:
             raise UserError(f"tau={tau!r}: give a whole number of local steps, 1 or more")
         self.tau = tau
-
-    def go_on(self, tau: int) -> None:
-        """A checkpoint in mid-round was loaded, in a round that had begun with `tau`. A given tau replaces it."""
 
 
 @dataclass(frozen=True)
@@ -322,7 +321,6 @@ class AdaptiveTau(SyncSchedule, Hook):
         tuner: Decides from the times.
 
     Attributes:
-        chooses: Whether tau is chosen. False if the user gave it.
         decision: The decision of the last boundary, or None.
     """
 
@@ -388,7 +386,3 @@ class AdaptiveTau(SyncSchedule, Hook):
         else:
             super().begin(number)
             self.tuner.follow(self.tau)
-
-    def go_on(self, tau: int) -> None:
-        if self.chooses:
-            self.tau = tau
