@@ -21,17 +21,7 @@ from torch import Tensor
 
 from .buckets import BucketShare, Scalars
 from .errors import CollectiveError, UserError
-from .groups import (
-    backend_for,
-    broadcast,
-    compare,
-    connect,
-    drop_groups,
-    host_group,
-    leave_group,
-    moved_by_nccl,
-    new_group,
-)
+from .groups import backend_for, broadcast, compare, drop_groups, host_group, leave_group, moved_by_nccl, new_group
 from .stats import Mark, Seconds, between, mark, plus
 
 
@@ -230,8 +220,6 @@ class AsyncAllReduce:
         if self.group is not None:
             compare(settings, tensors, self.group)
             broadcast(tensors, self.group, self.device)
-            if self.by_nccl:
-                connect(self.group, self.device, sum(t.numel() * t.element_size() for t in tensors))
 
     def check_alive(self) -> None:
         """Raises CollectiveError again if an all-reduce has failed."""
