@@ -245,8 +245,7 @@ class AsyncAllReduce:
 
     def done(self) -> bool:
         """Returns whether all stages are complete, or queued with NCCL. Never blocks."""
-        if self.failed:
-            raise CollectiveError(self.failed)
+        self.check_alive()
         if self._thread is None:
             return True
         began = time.perf_counter()

@@ -135,7 +135,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         buffers: Dense buffers of real or complex floating point, such as BatchNorm's statistics, are averaged in every
             round, uncompressed. Buffers that no worker has changed keep their exact values, and are not sent after the
             first rounds. A buffer that changes only later is averaged from the next rounds on, at the latest in
-            finish(). Other buffers (integer, sparse, quantized) are broadcast once.
+            finish(). Other buffers (integer, sparse) are broadcast once.
         allreduce: Makes the AsyncAllReduce from the device.
         reducer: Makes the Reducer, compressed or not.
         hooks: Called in this order.
