@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -19,7 +18,7 @@ from ...comm import Stage, all_gather, sum_flats
 from ...errors import UserError, is_whole
 from ...outer import segment_size
 from ..formats import BITS, BLOCK, BLOCK_BYTES, encode
-from ..quantized import chunk_of, moved
+from ..quantized import moved
 
 Rule = Literal["lgreco", "uniform"]
 
@@ -124,22 +123,6 @@ def sent_bytes(layer: Layer, choice: Choice, world_size: int) -> float:
     """
     n = max(2, world_size)
     return message_bytes(layer, choice) * ((n - 1) if choice.kind == "top" else 2 * (n - 1) / n)
-
-
-def padded_bytes(layers: Sequence[Layer], choices: Sequence[Choice], world_size: int) -> float:
-    """Returns the bytes that each worker sends for all layers in one reduction.
-
-    The layers of one bucket and int format travel as one layer, padded to whole blocks for each worker.
-    """
-    sizes, together, n = list[float](), defaultdict[tuple[int, Choice], int](int), max(2, world_size)
-    for layer, choice in zip(layers, choices, strict=True):
-        if choice.kind == "int":
-            together[layer.bucket, choice] += layer.numel
-        else:
-            sizes.append(sent_bytes(layer, choice, world_size))
-    for (_, choice), elements in together.items():
-        sizes.append(sent_bytes(replace(layers[0], numel=n * chunk_of(elements, n)), choice, world_size))
-    return math.fsum(sizes)
 
 
 def parse(text: str) -> Choice:
@@ -351,7 +334,7 @@ class Allocation:
     number: int  # of the reduction after which it was made
     reason: str  # one line for the log
     choices: Sequence[Choice]  # of each layer
-    bytes: float  # that a worker sends in a reduction, padding included
+    bytes: float  # that a worker sends in a reduction, without the padding to blocks
     uniform_bytes: float  # the same with the uniform setting
 
 
@@ -373,7 +356,7 @@ class Decider:
     """
 
     def __init__(self, layers: Sequence[Layer], like: str, config: LGrecoConfig, world_size: int):
-        self.layers, self.name, self.world_size = layers, like, world_size
+        self.name = like
         self.fixed, self._every, self._first = config.rule == "uniform", config.every or EVERY, config.first or FIRST
         wanted = parse(like)
         self.uniform = [uniform(layer, wanted) for layer in layers]
@@ -418,14 +401,10 @@ class Decider:
         known = torch.where(self.offered, curves, 0.0).isfinite().all(1)
         new, rows = list(now), known.nonzero().flatten().tolist()
         if rows:
-            layers, like = [self.layers[i] for i in rows], [self.uniform[i] for i in rows]
-            picked = allocate(errors[rows], self.sizes[rows], [self.choices.index(choice) for choice in like])
-            chosen = [self.choices[c] for c in picked]
-            if padded_bytes(layers, like, self.world_size) < padded_bytes(layers, chosen, self.world_size):
-                chosen = like  # int formats of few elements may cost more padding than they save
-            for i, choice in zip(rows, chosen, strict=True):
-                new[i] = choice
-        sizes = [padded_bytes(self.layers, choices, self.world_size) for choices in (new, self.uniform)]
+            picked = allocate(errors[rows], self.sizes[rows], [self.choices.index(self.uniform[i]) for i in rows])
+            for i, c in zip(rows, picked, strict=True):
+                new[i] = self.choices[c]
+        sizes = [total(self.sizes, [self.choices.index(c) for c in choices]) for choices in (new, self.uniform)]
         reason = (
             f"{sizes[0] / 1e6:.3g} MB a reduction, uniform {self.name} {sizes[1] / 1e6:.3g} MB; "
             f"{sum(a != b for a, b in zip(new, now, strict=True))} of {len(new)} layers change"
