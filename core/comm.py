@@ -499,7 +499,7 @@ class Reducer:
 
     Args:
         buckets: The buckets or parts of them. The sums replace their values.
-        scalars: The numbers in the first bucket. Not used here.
+        scalars: The scalars that are summed with them, in the first bucket. Not used here.
         rank: This worker's rank. Not used here.
         world_size: Number of workers.
         owned: Whether each worker gets only the sums of the part of each payload that it owns.

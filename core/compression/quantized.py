@@ -140,10 +140,7 @@ class Quantized(Reducer):
     parameters, and 1 / n of a copy for the second stage.
 
     Args:
-        buckets: The buckets or their parts.
-        scalars: The scalars that are summed with them.
-        rank: This worker's rank.
-        world_size: Number of workers.
+        buckets, scalars, rank, world_size: See Reducer.
         compression: The format of all buckets, or one format per bucket.
         memory: Residuals of both stages, see nothing_held_back. None allocates them.
         plain: The reducer of float32, if `become` may change the format.

@@ -128,10 +128,7 @@ class LGreco(Reducer):
     - `asked`: the last curves, or zeros if no worker had moved.
 
     Args:
-        buckets: The method's buckets.
-        scalars: The scalars that are summed with them.
-        rank: This worker's rank.
-        world_size: Number of workers.
+        buckets, scalars, rank, world_size: See Reducer.
         like: The uniform setting, such as int4.
         config: The settings of L-GreCo.
     """
