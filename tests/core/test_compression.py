@@ -238,33 +238,6 @@ def test_one_worker_alone_sees_the_same_as_one_in_a_group():
         assert not torch.equal(a[0], written(0, 0, 0, 1510, torch.float64)), "one worker rounds too"
 
 
-@on_ranks(3)
-def test_another_format_sends_what_error_feedback_holds_back(rank: int):
-    """A bucket's mean rounded a few times and then exact, with what was held back: all that has landed, and the exact
-    means added up."""
-    lossy, _ = templates()
-    mean = Mean(lossy, {"steps": 1, "weight": 1}, CompressionConfig("int4").reducer)
-    landed = [torch.zeros_like(b.payload, dtype=torch.float64) for b in mean.buckets]
-    for round in range(ROUNDS + 1):
-        for i, bucket in enumerate(mean.buckets):
-            bucket.payload[:] = written(rank, round, i, bucket.numel, bucket.flat.dtype)
-        mean.scalars.set("steps", 1.0)
-        mean.scalars.set("weight", 1.0)
-        if round == ROUNDS:
-            mean.reducer.release()
-            for bucket in mean.buckets:
-                dist.all_reduce(bucket.payload.div_(3))
-        else:
-            mean.launch()
-            mean.wait()
-        for total, bucket in zip(landed, mean.buckets, strict=True):
-            total += bucket.payload
-    for i, (total, bucket) in enumerate(zip(landed, mean.buckets, strict=True)):
-        sent = [written(r, n, i, bucket.numel, bucket.flat.dtype) for r in range(3) for n in range(ROUNDS + 1)]
-        exact = torch.stack(sent).double().sum(0) / 3
-        torch.testing.assert_close(total, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
-
-
 def move(rank: int) -> Tensor:
     """int4's scale, a seventh of the first element, rounds the others to nothing."""
     return torch.tensor([rank + 1.0] + [0.031 + 0.0117 * rank**1.7] * 19, dtype=torch.float64)
