@@ -19,7 +19,7 @@ from bench.loss.methods import METHODS, Method
 from bench.report import TUNING_SEED, holm, mean_ratio
 from bench.report import mean_sd as with_sd
 from bench.report import table as markdown
-from bench.time_to_loss import TimeToLoss, outcome, ratio_of
+from bench.time_to_loss import ratio_of
 from training.start.script import launch, parse_options
 
 RESULTS = Path(__file__).parent
@@ -109,47 +109,8 @@ def bold(rows: Sequence[Sequence[Row | None]]) -> list[list[str]]:
 
 # -- seconds to a loss ----------------------------------------------------------------------------------------------
 
-PAIRED = {  # methods of digits' series
-    "co2_recommended:tau=12,compression=int4,delay=auto": "CO2, recommended, tau 12, int4, on arrival",
-    "ddp": "DDP",
-    "ddp:compression=int4": "DDP, int4",
-    "local:share=0.1,compression=int4": "Local-SGD (blocking), tau tuned, int4",
-    "slowmo:share=0.1,compression=int4": "SlowMo, tau tuned, int4",
-    "diloco:share=0.1,compression=int4": "DiLoCo (blocking), tau tuned, int4",
-    "overlap_local:compression=int4": "Overlap-Local-SGD, int4",
-    "torchft_streaming": "torchft Streaming DiLoCo",
-}
 TASK_NAMES = {"vision": "digits", "cifar10": "CIFAR-10", "language": "text"}
-LINKS = {"vision": (10, 40, 200), "cifar10": (10, 40), "language": (10, 40, 200)}  # Mbit/s
 SHOWN = (("vision", 10), ("cifar10", 10), ("language", 10), ("language", 40), ("language", 200))  # in README
-BOTH_TUNED = "both with tau tuned: Local-SGD over CO2"
-
-
-@functools.cache
-def paired(task: str, rate: float) -> Row:
-    """The paired series of a task and link, with outcomes by today's rule. Digits' first links are in one file."""
-    name = TASK_NAMES[task].lower().replace("-", "")
-    found = load(f"paired/{'time_to_loss' if task == 'vision' and rate in (10, 40) else f'{name}_{rate:g}'}.json")
-    o, runs = TimeToLoss(limit_seconds=found["options"]["limit_seconds"]), found["runs"]
-    again = (run | outcome(o, run) | {"late": outcome(o, run, late=True)} for run in runs)
-    return found | {"runs": [*again] if task == "cifar10" else runs}
-
-
-def of_rate(task: str, rate: float) -> list[Row]:
-    return select(paired(task, rate)["runs"], rate_mbit=rate)
-
-
-def tuned(task: str, rate: float) -> tuple[str, str]:
-    """CO2 and Local-SGD as tuned. On text and CIFAR-10 each link has its own."""
-    if task == "vision":
-        return "co2_recommended:tau=12,compression=int4,delay=auto", "local:share=0.1,compression=int4"
-    methods = paired(task, rate)["options"]["methods"]
-    co2, local = (next(m for m in methods if m.startswith(name)) for name in ("co2_recommended:", "local:"))
-    return co2, local
-
-
-def ddp_of(task: str, rate: float) -> str:
-    return next(m for m in paired(task, rate)["options"]["methods"] if m.startswith("ddp:"))
 
 
 def seconds_cell(runs: Sequence[Row]) -> str:
@@ -174,37 +135,18 @@ def readme_seconds() -> Cells:
     return dict(zip(methods, zip(*columns, strict=True), strict=True))
 
 
-PLACES = tuple((rate, late) for rate in LINKS["vision"] for late in (False, True))
-TARGETS = (f"{rate} Mbit/s, {'late' if late else 'first'} target" for rate, late in PLACES)
-
-
-@table(" | ".join(("method", *TARGETS)))
-def paired_seconds() -> Cells:
-    """Digits: the seconds over CO2's, seed by seed, with the 95 % interval. The last row compares the two with a tuned
-    tau."""
-    of = functools.partial(of_rate, "vision")
-    pairs = [*((method, "co2_auto") for method in PAIRED), tuned("vision", 10)[::-1]]
-    lines = bold([[ratio_of(of(rate), *pair, late=late) for rate, late in PLACES] for pair in pairs])
-    return dict(zip((*PAIRED.values(), BOTH_TUNED), lines, strict=True))
-
-
 @table("seconds over CO2's | links | first target | late target | differ after Holm's correction")
 def pooled() -> Cells:
     """Estimates over all measured links, which count alike, with an interval by t over the links' averages.
 
     The last column counts the links and targets that differ from 1 after Holm's correction within the row.
     """
-    whole = {(task, rate): of_rate(task, rate) for task in LINKS for rate in LINKS[task]}
     local, ddp = ({at: beside(*at, TUNED[at][i]) for at in TUNED} for i in (0, 1))
-    both = {at: tuned(*at)[::-1] for at in whole}
     lines: Cells = {}
     for name, runs, methods in (
         ("Local-SGD, tau tuned, over CO2 with fragments", local, {at: (TUNED[at][0], IN_PARTS) for at in TUNED}),
         ("same, r of 10 and more", local, {at: (TUNED[at][0], IN_PARTS) for at in SLOW}),
         ("DDP, int4, that overlaps, over CO2 with fragments", ddp, {at: (TUNED[at][1], IN_PARTS) for at in TUNED}),
-        ("Local-SGD, tau tuned, over CO2", whole, {at: (tuned(*at)[1], "co2_auto") for at in whole}),
-        (BOTH_TUNED, whole, both),
-        ("DDP, int4, one bucket, over CO2", whole, {at: (ddp_of(*at), "co2_auto") for at in whole}),
     ):
         found = [[ratio_of(runs[at], *methods[at], late=late) for at in methods] for late in (False, True)]
         means = (mean_ratio([each["ratio"] for each in row if each]) for row in found)
@@ -260,15 +202,14 @@ def regime_costs() -> Cells:
 
 # -- DDP, fragments, nodes --------------------------------------------------------------------------------------------
 
-OVERLAPPED = {  # in results/paired/ddp_*.json
+BUCKETED = {  # DDP with buckets of one size
     "ddp:cap=1000": "DDP, one bucket",
     "ddp:cap=0.25": "DDP",
     "ddp:compression=int4,cap=1000": "DDP, int4, one bucket",
     "ddp:compression=int4,cap=0.25": "DDP, int4",
-    "torch_fp16": "torch's fp16_compress_hook",
-    "torch_powersgd_rank4": "torch's PowerSGD, rank 4, one bucket",
+    "ddp:cap=1": "DDP, 1 MiB",
+    "ddp:compression=int4,cap=1": "DDP, int4, 1 MiB",
 }
-OF_1_MIB = {"ddp:cap=1": "DDP, 1 MiB", "ddp:compression=int4,cap=1": "DDP, int4, 1 MiB"}
 ACCUMULATED = {
     "ddp:accumulate=4,cap=0.25,lr=": "DDP, 4 micro-batches",
     "ddp:accumulate=4,cap=0.25,compression=int4,lr=": "DDP, int4, 4 micro-batches",
@@ -297,23 +238,6 @@ NODES = ("text", "text_200", "cifar10")  # of results/paired/nodes_*.json
 BESIDE_NODES = ("co2_auto:compression=int4", "local:nodes=2,share=", "ddp:nodes=2,compression=int4,cap=1")
 
 
-@table("method | 10 Mbit/s | 40 Mbit/s | 200 Mbit/s | 1000 Mbit/s")
-def ddp_steps() -> Cells:
-    """Seconds of a step of DDP, and in brackets the seconds in which it waits, from step 4 on, by link."""
-
-    def cell(runs: list[Row]) -> str:
-        lines = [t[1:] if len(t := run["trajectory"]) > 2 else t for run in runs]
-        ends = [(line[0], line[-1]) for line in lines if len(line) > 1]
-        took, waited = (
-            [(last[key] - first[key]) / (last["step"] - first["step"]) for first, last in ends if key in last]
-            for key in ("seconds", "exposed_seconds")
-        )
-        return mean_sd(took, ".2f") + (f" ({mean_sd(waited, '.2f')})" if waited else "") if ends else "over 4"
-
-    runs, rates = load("paired/ddp_steps.json")["runs"], (10, 40, 200, 1000)
-    return {name: [cell(select(runs, method=m, rate_mbit=r)) for r in rates] for m, name in OVERLAPPED.items()}
-
-
 DDP_LINKS = tuple((task, rate) for task in ("vision", "language") for rate in (10, 40, 200, 1000))
 
 
@@ -327,8 +251,7 @@ def beside_ddp(task: str, rate: float, method: str) -> list[Row]:
 @table(" | ".join(("method", *(f"{TASK_NAMES[task]}, {rate} Mbit/s" for task, rate in DDP_LINKS))))
 def ddp_seconds() -> Cells:
     """DDP's seconds to the first target over the seconds of CO2 with fragments, by link."""
-    names = {m: name for m, name in (OVERLAPPED | OF_1_MIB).items() if m.startswith("ddp")}
-    found = {name: [ratio_of(beside_ddp(*at, m), m, IN_PARTS) for at in DDP_LINKS] for m, name in names.items()}
+    found = {name: [ratio_of(beside_ddp(*at, m), m, IN_PARTS) for at in DDP_LINKS] for m, name in BUCKETED.items()}
     summed = [run for run in load("paired/accumulation.json")["runs"] if run["seed"] < TUNING_SEED]
     each = [select(summed, task=task, rate_mbit=rate) for task, rate in DDP_LINKS]
     for start, name in ACCUMULATED.items():  # a task's own learning rate ends the method's name
@@ -442,7 +365,12 @@ def uncontended() -> Cells:
     runs = [run for more in ("", "_more") for run in load(f"paired/two_workers{more}.json")["runs"]]
     runs = [run for run in runs if run["seed"] < TUNING_SEED]
     links = {("language", rate): [TUNED["language", 10][0]] for rate in sorted({run["rate_mbit"] for run in runs})}
-    return over(IN_PARTS, links, lambda task, rate, _: select(runs, task=task, rate_mbit=rate))
+    lines = over(IN_PARTS, links, lambda task, rate, _: select(runs, task=task, rate_mbit=rate))
+    slow = [run | {"seed": (run["rate_mbit"], run["seed"])} for run in runs if run["rate_mbit"] < 50]
+    for late in (False, True):
+        found = [ratio_of(slow, method, IN_PARTS, late=late) for method in links["language", 5]]
+        lines[f"r of 10 and more, {'late' if late else 'first'}"] = [*bold([found])[0], "", ""]
+    return lines
 
 
 @table(

@@ -20,7 +20,7 @@ from core.baselines.table import make_method
 from core.comm import AsyncAllReduce
 from core.compression import quantized
 from core.compression.lgreco import choices as decide
-from core.compression.lgreco.choices import allocate, parse
+from core.compression.lgreco.choices import allocate, family, parse
 from core.local_update import LocalUpdateMethod
 from core.nodes import node_mesh
 from core.testing import run_distributed
@@ -34,9 +34,9 @@ SEGMENT = 1 << 13
 TWICE = {"first": 1, "every": 1}
 
 
-def fewer(self: decide.Decider, errors: Tensor, known: list[int]) -> list[int]:
+def fewer(errors: Tensor, sizes: Tensor, reference: list[int]) -> list[int]:
     """A decision that changes something: fewer bits for every layer."""
-    return [self.choices.index(parse("int2"))] * len(known)
+    return [family(parse("int4")).index(parse("int2"))] * len(reference)
 
 
 def compressed(format: Any, like: str = "int4", **lgreco: Any) -> CO2Config:
@@ -134,10 +134,9 @@ def trains(name: str) -> tuple[float, float, float]:
     recipe, model = recipe_of(name), net()
     counted = Counted(model)
     mesh = node_mesh("cpu", recipe.per_node) if recipe.per_node > 1 else None
-    host = mock.patch.object(decide, "allocate", uncounted)
     switches = name in ("lgreco int4", "local lgreco")  # what is said counts a switch, so one must come
-    pick = mock.patch.object(decide.Decider, "pick", fewer) if switches else contextlib.nullcontext()
-    with counted.patch, host, pick, small_segments(), counted.live, torch.no_grad():
+    host = mock.patch.object(decide, "allocate", fewer if switches else uncounted)
+    with counted.patch, host, small_segments(), counted.live, torch.no_grad():
         method = make(recipe, model, mesh)
         counted.made()
         for _ in range(4 if not isinstance(method, ZerothOrder) else 0):
