@@ -145,6 +145,7 @@ class AsyncAllReduce:
         failures: Finds which ranks have failed.
 
     Attributes:
+        launches: All-reduces started by all objects of this process.
         launched: All-reduces started by this object.
         bytes_sent: Bytes that this worker has sent for the last all-reduce.
         seconds: Time from the last launch to its arrival.
@@ -165,7 +166,7 @@ class AsyncAllReduce:
         label: Name of the last all-reduce in errors. Its owner may set it, because a round may have several.
     """
 
-    generation = 0
+    launches = generation = 0
     label = ""
     is_elastic = votes = False
     voters: dist.ProcessGroup | None = None
@@ -233,6 +234,7 @@ class AsyncAllReduce:
         if self.group is None and self.world_size > 1:
             raise UserError("close() has left the workers' group: make a new object to train on")
         self.launched += 1
+        AsyncAllReduce.launches += 1
         self.in_flight = True
         self._host_seconds = 0.0
         began = time.perf_counter()
