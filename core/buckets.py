@@ -385,8 +385,10 @@ def as_real(t: Tensor) -> Tensor:
 def parts_of(t: Tensor) -> list[Tensor]:
     """Returns the dense tensors that hold the numbers of `t`, in the same memory.
 
-    These are `t` itself, a sparse tensor's indices and values, a quantized tensor's bytes, or the tensors inside a
-    wrapper. UserError if the layout gives no access to its memory.
+    These are `t` itself, a sparse tensor's indices and values, or the tensors inside a wrapper.
+
+    Raises:
+        UserError: For nested tensors, tensors of torch.quantize_per_tensor and its like, and unknown layouts.
     """
     t = t.detach()
     if is_wrapper(t):
@@ -396,21 +398,15 @@ def parts_of(t: Tensor) -> list[Tensor]:
         return [t._indices(), t._values()]
     if t.layout in _COMPRESSED:
         return [getattr(t, name)() for name in _COMPRESSED[t.layout]]
-    if t.layout != torch.strided or t.is_nested:
-        what = "a nested tensor" if t.is_nested else f"a tensor of layout {t.layout}"
+    if t.layout != torch.strided or t.is_nested or t.is_quantized:
+        what = "a nested tensor" if t.is_nested else f"a tensor of layout {t.layout} and type {t.dtype}"
         raise UserError(f"{what} cannot be sent to the other workers: leave it out, or make it dense")
-    if t.is_quantized:
-        stored = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-        scales = [] if _of_one_scale(t) else [t.q_per_channel_scales(), t.q_per_channel_zero_points()]
-        return [stored, *scales]
     return [t]
 
 
 def kind_of(t: Tensor) -> Any:
-    """Returns the properties that workers must share to exchange a tensor: shape, dtype, layout, quantization."""
+    """Returns the properties that workers must share to exchange a tensor: shape, dtype and layout."""
     kind: tuple[Any, ...] = (tuple(t.shape), str(t.dtype))
-    if t.is_quantized and _of_one_scale(t):
-        return *kind, f"scale {t.q_scale()}", f"zero point {t.q_zero_point()}"
     if t.layout == torch.strided and not is_wrapper(t):
         return kind
     return *kind, str(t.layout), [kind_of(part) for part in parts_of(t)]
@@ -423,11 +419,6 @@ def as_bits(t: Tensor) -> Tensor:
         if t.stride(dim) == 0 and t.shape[dim] > 1:  # expanded: all elements share memory
             t = t.narrow(dim, 0, 1)
     return t.view(_BITS[t.element_size()])
-
-
-def _of_one_scale(t: Tensor) -> bool:
-    """Whether a quantized tensor has one scale, not one per channel."""
-    return t.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 
 def group_pieces(params: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:

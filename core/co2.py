@@ -260,7 +260,8 @@ class CO2(LocalUpdateMethod):
         """Merges the average in flight if it is due after this local step. Starts the next fragment if that is due."""
         if self.in_paper_order:
             return
-        if self.allreduce.in_flight and self.sync_schedule.merges(self, self._late):
+        delay = self.config.delay
+        if self.allreduce.in_flight and (self.allreduce.arrived() if delay == "auto" else self._late == delay):
             self._merge_early()
         following, count = self.fragment_index + 1, len(self.fragments)
         if following >= count or self.local_steps < max(1, following * self.tau // count):

@@ -21,17 +21,7 @@ from torch import Tensor
 
 from .buckets import BucketShare, Scalars
 from .errors import CollectiveError, UserError
-from .groups import (
-    backend_for,
-    broadcast,
-    compare,
-    connect,
-    drop_groups,
-    host_group,
-    leave_group,
-    moved_by_nccl,
-    new_group,
-)
+from .groups import backend_for, broadcast, compare, drop_groups, host_group, leave_group, moved_by_nccl, new_group
 from .stats import Mark, Seconds, between, mark, plus
 
 
@@ -231,8 +221,6 @@ class AsyncAllReduce:
         if self.group is not None:
             compare(settings, tensors, self.group)
             broadcast(tensors, self.group, self.device)
-            if self.by_nccl:
-                connect(self.group, self.device, sum(t.numel() * t.element_size() for t in tensors))
 
     def check_alive(self) -> None:
         """Raises CollectiveError again if an all-reduce has failed."""
@@ -259,8 +247,7 @@ class AsyncAllReduce:
 
     def done(self) -> bool:
         """Returns whether all stages are complete, or queued with NCCL. Never blocks."""
-        if self.failed:
-            raise CollectiveError(self.failed)
+        self.check_alive()
         if self._thread is None:
             return True
         began = time.perf_counter()
@@ -527,7 +514,7 @@ class Reducer:
 
     Args:
         buckets: The buckets or parts of them. The sums replace their values.
-        scalars: The numbers in the first bucket. Not used here.
+        scalars: The scalars that are summed with them, in the first bucket. Not used here.
         rank: This worker's rank. Not used here.
         world_size: Number of workers.
         owned: Whether each worker gets only the sums of the part of each payload that it owns.
@@ -558,7 +545,7 @@ class Reducer:
         """Changes the format to `kind`, before a checkpoint of that kind is loaded. Here it does nothing."""
 
     def stages(self, group: dist.ProcessGroup | None, number: int) -> Iterator[Stage]:
-        """Yields the stages of the all-reduce with this number, counted from 1.
+        """Yields the stages of the all-reduce of the `number`-th round, counted from 1.
 
         The generator keeps no reference to the group, which is None for one worker.
         """

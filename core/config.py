@@ -57,8 +57,7 @@ class CO2Config:
     delay: int | Literal["boundary", "auto"] = "boundary"
     """When an average is merged. boundary: at the next boundary, one round after its all-reduce started (the paper). A
     number: after that many local steps, waiting if needed. With 0 a worker waits at once, so nothing is hidden and
-    nothing is stale. auto: as soon as it arrives. A worker then waits for it after as many local steps as the
-    all-reduce needs, measured over the first four rounds."""
+    nothing is stale. auto: as soon as it arrives, at the latest at the next boundary."""
     fragments: int | Literal["auto"] = 1
     """With keep_local: into how many parts the parameters are cut, whose all-reduces follow each other within a round
     (Fragment). An average is then late by a part's all-reduce, and a round sends the same bytes. auto: so many
@@ -321,7 +320,7 @@ def build_args(
         )
     tau: Any = c.tau if schedule is None else lambda number: scheduled(c, schedule, number).tau
     tuner = tuner_for(c, workers)
-    sync_schedule = SyncSchedule(tau, c.delay) if tuner is None else AdaptiveTau(tau, c.delay, tuner)
+    sync_schedule = SyncSchedule(tau) if tuner is None else AdaptiveTau(tau, tuner)
     choosing = [sync_schedule] if isinstance(sync_schedule, AdaptiveTau) else []
     options: dict[str, Any] = {name: given for name, given in args.items() if name in ("group", "timeout", "link")}
     options["overlap"] = overlap and c.delay != 0  # with delay 0 the worker waits at once
@@ -337,11 +336,11 @@ def build_args(
 def tuner_for(c: CO2Config, workers: int) -> TauTuner | None:
     """Returns what decides from the workers' times, or None if nothing is chosen from them.
 
-    The choices are tau, the compression, the fragments, and the local step at which a worker waits for an average.
+    The choices are tau, the compression and the fragments.
     """
     formats = c.compression.choices if workers > 1 else dict([*c.compression.choices.items()][-1:])
     given = None if c.tau == "auto" else c.tau
     cuts = c.fragments == "auto" and c.merge == "keep_local" and c.delay == "auto" and workers > 1
-    if given is not None and len(formats) == 1 and not cuts and (c.delay != "auto" or workers == 1):
+    if given is not None and len(formats) == 1 and not cuts:
         return None
     return TauTuner(c.tau_max, c.tau_margin, formats, given=given, cuts=cuts)

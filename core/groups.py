@@ -25,7 +25,6 @@ from .errors import CollectiveError, UserError, env_number
 MAX_CTAS = 8
 BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # torch reads both
 DUMP = ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-CONNECT_SIZES = (4, 1 << 20, 1 << 26)  # bytes; NCCL selects its algorithm by size
 MOST_JSON = 1 << 26  # bytes of a member's values in of_all
 LONGEST = 1e8  # seconds of the longest timeout, three years
 WORLD: Any = dist.distributed_c10d._world  # torch's own tables of process groups
@@ -60,20 +59,6 @@ def moved_by_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
                 "unset it"
             )
     return True
-
-
-@torch.no_grad()
-def connect(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None:
-    """Makes NCCL's connections for all-reduces up to `nbytes` bytes and for the collectives of compressed all-reduces.
-
-    NCCL connects at the first use of an algorithm, and the host then waits for the slowest peer. So all members call
-    this function together before training.
-    """
-    for size in sorted({min(size, max(4, nbytes)) for size in CONNECT_SIZES}):
-        dist.all_reduce(torch.zeros(size // 4, device=device), group=group)
-    rows = torch.zeros(dist.get_world_size(group), 16, dtype=torch.uint8, device=device)
-    dist.all_to_all_single(torch.empty_like(rows), rows, group=group)
-    dist.all_gather([*rows.unbind()], rows[0].clone(), group=group)
 
 
 def new_group(

@@ -139,7 +139,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         buffers: Dense buffers of real or complex floating point, such as BatchNorm's statistics, are averaged in every
             round, uncompressed. Buffers that no worker has changed keep their exact values, and are not sent after the
             first rounds. A buffer that changes only later is averaged from the next rounds on, at the latest in
-            finish(). Other buffers (integer, sparse, quantized) are broadcast once.
+            finish(). Other buffers (integer, sparse) are broadcast once.
         allreduce: Makes the AsyncAllReduce from the device.
         reducer: Makes the Reducer, compressed or not.
         hooks: Called in this order.
@@ -160,6 +160,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     sync_schedule: SyncSchedule
     _needs_global_norms = False  # whether the method needs norms of all parameters, which DTensors do not give
     _is_last = False  # whether every worker has started fragment 0's last all-reduce from finish()
+    _number = 0  # of the round whose all-reduce started last, counted from 1
 
     def __init__(
         self,
@@ -392,9 +393,9 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
                 self._report_excluded(excluded)
         self._sent_tau = self.sync_schedule.tau
         self.growth = self._sent_tau / self._arrived_tau
-        number = max(0, self.rounds - (self.fragment_index > 0))  # the first fragment's all-reduce begins a round
+        self._number = self.rounds + (self.fragment_index == 0)  # the first fragment's all-reduce begins a round
         part = f" (fragment {self.fragment_index})" if self.is_cut else ""
-        self.allreduce.label = f"the all-reduce of round {number}{part}"
+        self.allreduce.label = f"the all-reduce of round {max(1, self._number) - 1}{part}"
         self.allreduce.launch(self.stages())
 
     def stages(self) -> Iterator[Stage]:
@@ -408,7 +409,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
             for flat in self.state.shared():
                 yield send_first([flat], self.allreduce.group)
         self.broadcasts_state = False
-        yield from self.reducer.stages(self.allreduce.group, self.allreduce.launched)
+        yield from self.reducer.stages(self.allreduce.group, self._number)
 
     def _wait_allreduce(self, *, finished: bool) -> ReduceResult:
         """Waits for the all-reduce in flight. The model's buffers become their averages.
@@ -465,15 +466,14 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self._sent = self._changing
         if self._own_buffers:
             self._choose_buffers()
-        with self.share.own_stream() if self.share is not None else contextlib.nullcontext():
-            for bucket, own in self._own_buffers:
-                copy(bucket.buffer_views, [own[i] for i in bucket.travelling], queued=True)
-            if CHANGED in self.scalars.sizes:
-                pairs = [pair for b, own in self._own_buffers for pair in zip(own, b.first_given, strict=True)]
-                unknown = [i for i in range(len(pairs)) if i not in (self._sent or ())]
-                flags = self.scalars[CHANGED].view(-1).zero_()
-                found = [has_changed(*pairs[i]).to(flags.dtype) for i in unknown]
-                copy([flags[i] for i in unknown], found, queued=True)
+        for bucket, own in self._own_buffers:
+            copy(bucket.buffer_views, [own[i] for i in bucket.travelling], queued=True)
+        if CHANGED in self.scalars.sizes:
+            pairs = [pair for b, own in self._own_buffers for pair in zip(own, b.first_given, strict=True)]
+            unknown = [i for i in range(len(pairs)) if i not in (self._sent or ())]
+            flags = self.scalars[CHANGED].view(-1).zero_()
+            found = [has_changed(*pairs[i]).to(flags.dtype) for i in unknown]
+            copy([flags[i] for i in unknown], found, queued=True)
 
     def _note_changes(self, sums: Mapping[str, Sequence[float]]) -> None:
         """Receives a round's scalars, and adds each buffer that some worker has changed to `_changing`.

@@ -18,12 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-# one kernel for many tensors, as in torch's optimizers
-from torch import _foreach_add_ as add_each  # pyright: ignore[reportPrivateImportUsage]
-from torch import _foreach_copy_ as copy_each  # pyright: ignore[reportPrivateImportUsage]
-from torch import _foreach_sub_ as sub_each  # pyright: ignore[reportPrivateImportUsage]
-
-from .buckets import copy_where, elements, group_pieces, views
+from .buckets import copy_each, copy_where, elements, group_pieces, views
 
 EPS = 1e-12  # keeps Lambda finite if a pseudo-gradient is exactly zero
 # Elements updated or encoded at a time. On a CPU their tensors, some 5 MiB in float32, stay in the cache. A GPU needs
@@ -387,7 +382,7 @@ class OuterStep:
         """Only step 3: d becomes the difference to send, and the snapshot the parameters. Parameters and x stay."""
         self.locate()
         for s in self.segments:
-            self.take_difference(s)
+            s.d.copy_(difference(s))
             if s.snapshot:
                 copy_each(s.snapshot, s.params)
 
@@ -430,10 +425,6 @@ class OuterStep:
         """Runs `update` on all segments."""
         return combine_stats([update(s, rule) for s in self.segments])
 
-    def take_difference(self, s: Segment) -> None:
-        """Step 3 on a segment, into d."""
-        s.d.copy_(difference(s))
-
 
 def run_all(steps: Sequence[OuterStep], rule: Rule) -> Tensor:
     """Runs the outer step of every bucket, and returns the statistics of all of them, [4] float64."""
@@ -443,16 +434,14 @@ def run_all(steps: Sequence[OuterStep], rule: Rule) -> Tensor:
 class FusedOuterStep(OuterStep):
     """One pass over memory, a cache-sized segment after the other. It would synchronize a GPU.
 
-    Each element of p, d, x and m is read and written once; the elementwise gap reads d once more before. The result
-    can differ from `update` in the last bit if the number of workers is no power of two, or the gap is elementwise:
-    it divides by Lambda / scale instead of Lambda, and computes the slope of Lambda once.
+    p, d, x and m cross the memory's bus once; the elementwise gap reads d once more before. The result can differ from
+    `update` in the last bit if the number of workers is no power of two, or the gap is elementwise: it divides by
+    Lambda / scale instead of Lambda, and computes the slope of Lambda once.
     """
 
     def plan(self) -> None:
         super().plan()
         self._scratch = self.d.new_empty(max((len(s.d) for s in self.segments), default=0))
-        self._is_16bit = self.params[0].dtype != self.d.dtype
-        self._rounded = self._scratch.to(self.params[0].dtype) if self._is_16bit else None
 
     def update(self, rule: Rule) -> Tensor:
         slope = 0.0 if rule.delta_rms is None else float(rule.last_alpha) / (rule.delta_rms.item() + EPS)
@@ -461,13 +450,9 @@ class FusedOuterStep(OuterStep):
         for s in self.segments:
             stats.append(self._momentum(s, rule, gap, slope))  # 4, 5, 6
             if rule.takes_difference:
-                self.take_difference(s)  # 3: d is free now, and p is still x^i_{t,tau}
+                s.d.copy_(difference(s))  # 3: d is free now, and p is still x^i_{t,tau}
             s.x.sub_(s.m, alpha=float(rule.alpha))  # 7
-            if self._is_16bit or rule.merge == "restart":
-                continue_from(s, rule)
-            else:
-                sub_each(s.params, s.snapshot)
-                add_each(s.params, s.x_views)
+            continue_from(s, rule)
         squares, gaps, tops, clipped = zip(*stats, strict=True)
         numbers = [sum(squares), sum(gaps), max(tops), sum(clipped)]
         return torch.tensor(numbers, dtype=torch.float64, device=self.d.device)
@@ -495,11 +480,3 @@ class FusedOuterStep(OuterStep):
                 clipped = torch.abs(s.m, out=scratch).gt_(rule.phi).sum().item()
                 s.m.clamp_(-rule.phi, rule.phi)
         return torch.dot(s.m, s.m).item(), gap_sum, gap_max, clipped
-
-    def take_difference(self, s: Segment) -> None:
-        """d <- r(x) - p, with r(x) = x rounded to p's dtype."""
-        if self._rounded is None and len(s.params) == 1:
-            torch.sub(s.x_views[0], s.params[0], out=s.d_views[0])
-            return
-        s.d.copy_(s.x if self._rounded is None else self._rounded[: len(s.d)].copy_(s.x))
-        sub_each(s.d_views, s.params)

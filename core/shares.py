@@ -25,7 +25,6 @@ its owner. A share that is not cut has one fragment, the whole.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,8 +179,6 @@ class Share:
     def __init__(self, node: Node, *, shard: bool, offload: bool, unit: int = 1):
         self.node, self.shard, self.offload, self._unit = node, shard, offload, unit
         self.stats: dict[str, Tensor] = {}
-        self._stream: torch.cuda.Stream | None = None
-        self._copies: list[OtherWork] = []  # the last ones in that stream
         self._idle = self._copied = False
         self._merges_all = False  # see resliced
 
@@ -200,8 +197,6 @@ class Share:
         """Makes the outer state, when the method has its buckets."""
         self.method, c = method, method.config
         self.owners = method.allreduce.world_size if self.shard else 1
-        if self.offload and method.params[0].is_cuda:
-            self._stream = torch.cuda.Stream(method.params[0].device)
         self.g = self.node.own_shares(method.buckets)
         own, new = self.owned(self.g), method.state.new
         lone = self.shard and method.in_paper_order  # then no worker holds the whole x between two boundaries
@@ -266,10 +261,9 @@ class Share:
         self._idle, self._copied, self._merges_all = idle, self.offload, False
         if not self.offload:
             return self._differences()
-        with self.own_stream():
-            copy(self.now.copies, [p for p, _ in self.now.own], queued=True)
-            if self.method.in_paper_order:
-                copy(*self._pairs(), queued=True)  # p <- payload
+        copy(self.now.copies, [p for p, _ in self.now.own], queued=True)
+        if self.method.in_paper_order:
+            copy(*self._pairs(), queued=True)  # p <- payload
 
     def _differences(self) -> None:
         """g <- x - p, and in the paper's order x <- g and p <- g before, in segments that fit a cache.
@@ -348,9 +342,11 @@ class Share:
     def stages(self, reduction: Iterator[Stage]) -> Iterator[Stage]:
         """The collectives of a round, with Algorithm 1's steps 4 to 7 after the `reduction` among the nodes."""
         m, node, s = self.method, self.node, self.now
+        end = self._compute_stream.record_event() if self._compute_stream else None  # of the copies to the host
         yield BACKGROUND
+        if end is not None:
+            yield [OtherWork(end.query, end.synchronize)], 0  # the thread waits for them as for a collective
         if self.offload:
-            yield self._copies, 0  # to the host
             if self._copied:  # not at the end of finish(), for buffers alone
                 self._differences()
             self._copied = False
@@ -470,24 +466,13 @@ class Share:
 
     # -- copies between a GPU and the host -----------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def own_stream(self) -> Iterator[None]:
-        """Queues the block's copies in a stream of their own, after the compute stream's work, which then waits.
-
-        The host waits for none of them. A background thread waits for the copies as for a collective.
-        """
-        if self._stream is None:
-            yield
-            return
-        compute = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(compute)
-        with torch.cuda.stream(self._stream):
-            yield
-            end = self._stream.record_event()
-        self._copies = [OtherWork(end.query, end.synchronize)]
-        compute.wait_stream(self._stream)
+    @property
+    def _compute_stream(self) -> torch.cuda.Stream | None:
+        """The GPU's stream that copies parameters to host memory and back, if there is one."""
+        device = self.method.params[0].device
+        return torch.cuda.current_stream(device) if self.offload and device.type == "cuda" else None
 
     def drain(self) -> None:
         """Waits until nothing that is queued reads or writes host memory."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).synchronize()  # it waits for the copies' stream
+        if (stream := self._compute_stream) is not None:
+            stream.synchronize()

@@ -220,8 +220,8 @@ class SavedMethod(HookedMethod):
             if hook.name and (held := state.get("hooks", {}).get(hook.name)) is not None:
                 hook.load_state_dict(held)
         self._begin_round()
-        if self.local_steps:
-            self.sync_schedule.go_on(tau)
+        if self.local_steps and self.sync_schedule.chooses:
+            self.sync_schedule.tau = tau
 
     def _reducers(self) -> list[Reducer]:
         """The reducer of each fragment."""

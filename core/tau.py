@@ -2,9 +2,8 @@
 
 The chosen tau is the fewest local steps that hide an all-reduce. With fragments auto, an all-reduce that takes longer
 than LATE local steps is cut into as many parts. tau then leaves little more time than the link needs, because parts are
-fresh wherever they arrive in a round. Two more choices follow from the same times. With compression auto, TauTuner
-tests whether a format with more bytes per element is as fast. With delay auto, it sets after how many local steps a
-worker waits for an average.
+fresh wherever they arrive in a round. With compression auto, TauTuner also tests whether a format with more bytes per
+element is as fast.
 """
 
 from __future__ import annotations
@@ -13,48 +12,47 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from torch import Tensor
 
 from .errors import UserError, log
-from .hooks import Hook, HookedMethod, ReductionInfo
+from .hooks import Hook, ReductionInfo
 from .stats import RoundStats, ready
 
 CALIBRATION_TAU = 2  # local steps per round until the first times; 4 took longer to a loss that falls fast
 WARM_UP = 1  # rounds that do not count: kernels are selected and connections opened
 WINDOW = 5  # rounds in each median
 COST = 0.05  # maximum of a boundary's own work over the local steps' time; 2 % and 10 % took longer to a loss
-SLACK = 0.25  # with delay auto, local steps before the wait exceed the all-reduce by this share
 SETTLE = 4  # rounds at most between a change of compression and the arrival of its times
-WAITS = 8  # rounds in each worker's average of its waiting time
-NUMBERS = 4  # seconds that each worker sends: local step, all-reduce, boundary's own work, wait for an average
+NUMBERS = 3  # seconds that each worker sends: local step, all-reduce, boundary's own work
 LATE = 1.25  # with fragments auto, local steps that a fragment's all-reduce takes
 MOST = 8  # fragments at most
 CUT_MARGIN = 0.15  # with several fragments, the local steps exceed the round's all-reduces by this share
 VOTED = 3  # on nodes, further local steps of a round, for the votes of its fragments (AsyncAllReduce.arrived)
 FLOAT32 = {"float32": 4.0}  # format -> bytes per element
-SAVED = ("tau", "fragments", "compression", "_received", "_untested", "_previous", "_extra_steps", "_rounds_of_waits")
+SAVED = ("tau", "fragments", "compression", "_received", "_untested", "_previous")
 
 
 class SyncSchedule:
-    """Decides when a round ends, and when an average that has arrived is merged in mid-round.
+    """Decides when a round ends.
 
     Args:
         tau: Local steps per round, or a function from a round's number to them.
-        delay: See CO2Config.
 
     Attributes:
         tau: Local steps of the current round.
+        chooses: Whether tau follows from measured times, not from the user.
         fragments: In how many fragments the next round's all-reduces follow each other. None if that stays as it is.
     """
 
     tau: int
     fragments: int | None = None
+    chooses = False
 
-    def __init__(self, tau: Any, delay: int | str = "boundary"):
-        self._given, self.delay = tau, delay
+    def __init__(self, tau: Any):
+        self._given = tau
         self.begin(0)
 
     def begin(self, number: int) -> None:
@@ -63,15 +61,6 @@ class SyncSchedule:
         if not isinstance(tau, int) or tau < 1:
             raise UserError(f"tau={tau!r}: give a whole number of local steps, 1 or more")
         self.tau = tau
-
-    def go_on(self, tau: int) -> None:
-        """A checkpoint in mid-round was loaded, in a round that had begun with `tau`. A given tau replaces it."""
-
-    def merges(self, method: HookedMethod, late: int) -> bool:
-        """Whether to merge the average in flight, `late` local steps after its all-reduce started, in mid-round."""
-        if self.delay != "auto":
-            return late == self.delay
-        return method.allreduce.arrived()
 
 
 @dataclass(frozen=True)
@@ -120,7 +109,7 @@ class TauTuner:
         margin: The local steps take this share longer than the all-reduce.
         compressions: Format -> bytes per element, in ascending order, because a test of many bytes costs most on a slow
             network.
-        given: The user's tau, which does not change. Only the compression, the fragments and `needed` are chosen then.
+        given: The user's tau, which does not change. Only the compression and the fragments are chosen then.
         cuts: Whether the number of fragments is chosen.
 
     Attributes:
@@ -156,30 +145,6 @@ class TauTuner:
         # seconds of a local step, an all-reduce and a boundary in each of the last rounds
         self._times = deque[tuple[float, float, float]](maxlen=WINDOW)
         self._own_times = [0.0] * NUMBERS  # this worker's latest times
-        self._extra_steps = 0  # part of `needed` that the network does not require
-        self._waits = deque[float](maxlen=WAITS)  # this worker's wait in each round since the last adjustment
-        self._rounds_of_waits = 0
-
-    @property
-    def needed(self) -> int | None:
-        """Local steps from the start of an all-reduce to the wait for its average. None before the first times.
-
-        After so many steps the all-reduce of the slowest worker is over, and a fast worker does not drift away from it.
-        If local steps take a varying time on varying workers, this wait costs all of them time. If even the worker that
-        waits least loses more than COST of its time, steps are added. A worker that is always slow waits for nobody.
-        """
-        if self._times:
-            step, allreduce = self._medians()
-        elif self.decisions:  # the compression has changed since
-            step, allreduce = self.decisions[-1].step_seconds, self.decisions[-1].allreduce_seconds
-        else:
-            return None
-        return smallest_tau(allreduce, step, SLACK) + self._extra_steps
-
-    def _medians(self) -> tuple[float, float]:
-        """Returns the seconds of a local step and of an all-reduce."""
-        steps, allreduces, _ = zip(*self._times, strict=True)
-        return median(steps), median(allreduces)
 
     def follow(self, tau: int) -> None:
         """A round begins with a tau that the user has given."""
@@ -195,10 +160,8 @@ class TauTuner:
                 self._own_times[:2] = float(known.step_seconds), float(known.allreduce_seconds)
                 break
         if ready(before.boundary_seconds, before.merge_seconds, before.exposed_seconds):
-            waited = float(before.exposed_seconds)
-            self._own_times[2] = max(0.0, float(before.boundary_seconds) + float(before.merge_seconds) - waited)
-            self._waits.append(waited if before.merged_after else 0.0)  # a wait in an evaluation does not count
-            self._own_times[3] = fmean(self._waits)
+            own = float(before.boundary_seconds) + float(before.merge_seconds) - float(before.exposed_seconds)
+            self._own_times[2] = max(0.0, own)
         places.zero_()
         for i, seconds in enumerate(self._own_times):
             places[NUMBERS * rank + i].fill_(seconds)
@@ -209,7 +172,6 @@ class TauTuner:
         step_seconds: Sequence[float],
         allreduce_seconds: Sequence[float],
         boundary_seconds: Sequence[float] = (0.0,),
-        waited: Sequence[float] = (0.0,),
     ) -> TauDecision | None:
         """Receives one round's times of every worker, in seconds, 0 if a worker has none yet.
 
@@ -218,7 +180,6 @@ class TauTuner:
             step_seconds: One local step.
             allreduce_seconds: The all-reduce.
             boundary_seconds: A boundary's own work.
-            waited: Each worker's wait for averages, per round.
 
         Returns:
             The first decision and each change, otherwise None.
@@ -230,9 +191,6 @@ class TauTuner:
         if self._received <= WARM_UP:
             return self._first_guess(round, max(steps), min(allreduces))
         self._times.append((max(steps), min(allreduces), max(boundary_seconds)))
-        self._rounds_of_waits += 1
-        if self._rounds_of_waits == WAITS:
-            self._adjust_extra(min(waited))
         return self._decide(round) if self._received > WARM_UP + 1 else None
 
     def _first_guess(self, round: int, step: float, allreduce: float) -> TauDecision | None:
@@ -245,21 +203,10 @@ class TauTuner:
             return None
         return self._decided(round, required, step, allreduce)
 
-    def _adjust_extra(self, waited: float) -> None:
-        """Adapts the extra steps of `needed` to the wait per round of the worker that waits least."""
-        step, _ = self._medians()
-        share = waited / (self.tau * step)
-        if share > COST and (self.needed or 0) < self.tau:  # else they wait for the network at the boundary
-            self._extra_steps += math.ceil(waited / step)
-        elif share < COST / 4:
-            self._extra_steps -= math.ceil(self._extra_steps / 4)
-        self._rounds_of_waits = 0
-        self._waits.clear()
-
     def _decide(self, round: int) -> TauDecision | None:
         """Returns a change of the compression or of tau, if the medians call for one."""
-        step, allreduce = self._medians()
-        boundary = min(seconds for _, _, seconds in self._times)  # disturbances only lengthen it
+        steps, allreduces, boundaries = zip(*self._times, strict=True)
+        step, allreduce, boundary = median(steps), median(allreduces), min(boundaries)  # disturbances only lengthen it
         margin = self._margin(step, allreduce)
         required = max(smallest_tau(allreduce, step, margin), smallest_tau(boundary / COST, step, 0.0))
         if change := self._change_compression(step, allreduce, required):
@@ -343,7 +290,7 @@ class TauTuner:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        lists = {"_times": [*self._times], "_waits": [*self._waits], "decisions": [astuple(d) for d in self.decisions]}
+        lists = {"_times": [*self._times], "decisions": [astuple(d) for d in self.decisions]}
         return {name: getattr(self, name) for name in SAVED} | lists
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -363,30 +310,28 @@ class TauTuner:
         vars(self).update({name: state[name] for name in SAVED})
         self.tau, self.fragments = self.given or min(self.tau, self.tau_max), self.fragments if self.cuts else 1
         self.decisions = [TauDecision(*d) for d in state["decisions"]]
-        self._times, self._waits = deque(state["_times"], WINDOW), deque(state["_waits"], WAITS)
+        self._times = deque(state["_times"], WINDOW)
 
 
 class AdaptiveTau(SyncSchedule, Hook):
     """Exchanges the workers' times, lets TauTuner decide, and applies the decisions.
 
     Args:
-        tau, delay: See SyncSchedule. tau is not used if the tuner chooses it.
+        tau: See SyncSchedule. It is not used if the tuner chooses tau.
         tuner: Decides from the times.
 
     Attributes:
-        chooses: Whether tau is chosen. False if the user gave it.
         decision: The decision of the last boundary, or None.
     """
 
     name, per_worker_scalars = "tau", {"times": NUMBERS}
 
-    def __init__(self, tau: int | str | Callable[[int], Any], delay: int | str, tuner: TauTuner):
+    def __init__(self, tau: int | str | Callable[[int], Any], tuner: TauTuner):
         self.tuner, self.chooses = tuner, tuner.given is None
         self.decision: TauDecision | None = None
         self._decided: TauDecision | None = None  # takes effect at the end of the round
         self._timed: list[bool] = []  # elastic: at each place, whether the last sums had a worker's times
-        self._logged: int | None = None  # the last wait in the log
-        super().__init__(tau, delay)
+        super().__init__(tau)
 
     # -- as a hook ---------------------------------------------------------------------------------------------
 
@@ -403,27 +348,22 @@ class AdaptiveTau(SyncSchedule, Hook):
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
         times = [t * info.workers / info.total_world_size for t in sums["times"]]  # the ranks of a node share a place
-        step, allreduce, *others = (times[i::NUMBERS] for i in range(NUMBERS))
+        step, allreduce, boundary = (times[i::NUMBERS] for i in range(NUMBERS))
         before, self._timed = self._timed, [a * b > 0 for a, b in zip(step, allreduce, strict=True)]
         if self.method.allreduce.is_elastic and any(before) and before != self._timed:
             # A worker has left or joined. All find that in the same sums. The next times may include the change.
             self.tuner.measure_again()
             return
-        self._decided = self.tuner.receive(self.method.rounds, step, allreduce, *others)
+        self._decided = self.tuner.receive(self.method.rounds, step, allreduce, boundary)
 
     def on_round_end(self) -> None:
-        """Takes the decision, and reports it on the rank that reports, and with delay auto a new wait."""
-        self.decision, self._decided = self._decided, None
-        d, number, needed = self.decision, self.method.rounds, None
-        if self.delay == "auto" and self.tuner.needed and self.tuner.fragments == 1:
-            needed = min(self.tuner.needed, self.tuner.tau)  # a round's end waits anyway
+        """Takes the decision, and reports it on the rank that reports."""
+        d = self.decision = self._decided
+        self._decided = None
         if d is not None and self.method.is_log_rank:
             parts = f", {d.fragments} fragments" if d.fragments > 1 else ""
-            settings = number, d.new, d.old, d.compression, parts, d.reason
+            settings = self.method.rounds, d.new, d.old, d.compression, parts, d.reason
             log.info("round %d: tau %d (it was %d), compression %s%s: %s", *settings)
-        if needed not in (None, self._logged) and self.method.is_log_rank:
-            log.info("round %d: a worker waits for an average after %d local steps at most", number, needed)
-        self._logged = needed
 
     def state_dict(self) -> Any:
         return self.tuner.state_dict() | {"places": self.method.allreduce.places, "timed": self._timed}
@@ -446,11 +386,3 @@ class AdaptiveTau(SyncSchedule, Hook):
         else:
             super().begin(number)
             self.tuner.follow(self.tau)
-
-    def go_on(self, tau: int) -> None:
-        if self.chooses:
-            self.tau = tau
-
-    def merges(self, method: HookedMethod, late: int) -> bool:
-        due = self.delay == "auto" and not method.is_cut and late == self.tuner.needed
-        return due or super().merges(method, late)

@@ -140,10 +140,7 @@ class Quantized(Reducer):
     parameters, and 1 / n of a copy for the second stage.
 
     Args:
-        buckets: The buckets or their parts.
-        scalars: The scalars that are summed with them.
-        rank: This worker's rank.
-        world_size: Number of workers.
+        buckets, scalars, rank, world_size: See Reducer.
         compression: The format of all buckets, or one format per bucket.
         memory: Residuals of both stages, see nothing_held_back. None allocates them.
         plain: The reducer of float32, if `become` may change the format.
@@ -187,13 +184,12 @@ class Quantized(Reducer):
         return self.held or {name: zeros[name] for name in self.encodes}
 
     def become(self, kind: str) -> None:
-        """Changes the format, if it may change, while nothing is in flight. The old one's residuals join the payload.
+        """Changes the format, if it may change, while nothing is in flight. Error feedback begins anew.
 
         On a GPU this must not run in the background's stream: memory that is freed there would be used again while that
         stream still reads it.
         """
         if self.changes and kind != self.kind:
-            self.release()
             self._use(kind)
 
     @property
@@ -272,17 +268,6 @@ class Quantized(Reducer):
             self._codec.decode(parts[i], self.compressions[i], bucket.payload)
             values = _raw(parts[count + i], bucket.flat.dtype).view(-1)
             bucket.values.copy_(values[: len(bucket.values)])
-
-    def release(self) -> None:
-        """Adds the residuals to the payloads, which another reducer then sums over the workers.
-
-        Each worker holds the second stage's residuals of one chunk.
-        """
-        for bucket, own in zip(self.buckets, self.held.get(HELD_BACK[0], ()), strict=False):
-            bucket.payload.add_(own[: bucket.numel])
-        for bucket, mean in zip(self.buckets, self.held.get(HELD_BACK[1], ()), strict=False):
-            part = bucket.payload[self.rank * len(mean) :][: len(mean)]
-            part.add_(mean[: len(part)], alpha=self.world_size)
 
 
 class OwnedQuantized(Quantized):

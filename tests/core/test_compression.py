@@ -22,7 +22,6 @@ from core.compression.formats import BLOCK, INTS, UNIFORM_FORMATS, decode, encod
 from core.config import CompressionConfig
 from core.testing import run_distributed
 from core.testing.link import ThrottledLink
-from tests import problems
 from tests.dispatch import Operations
 from tests.on_ranks import alike, on_ranks, total_world_size
 from tests.problems import Mean, Settings
@@ -237,52 +236,6 @@ def test_one_worker_alone_sees_the_same_as_one_in_a_group():
     for compression, a, b in zip(NARROW, alone, run_distributed(means, 1, 1 << 18)[0], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), compression
         assert not torch.equal(a[0], written(0, 0, 0, 1510, torch.float64)), "one worker rounds too"
-
-
-BASE = Settings(tau=2, outer_momentum=0.4, outer_lr=0.5, clip=0.1)
-CONFIGS = [BASE, *(replace(BASE, compression=compression) for compression in NARROW)]
-AT_ONCE = [replace(c, gap="none", delay=0) for c in CONFIGS if c.compression in ("float32", "bfloat16", "int4")]
-WITHIN = {"float32": 0.0, "bfloat16": 3e-3, "int8": 1e-2, "int4": 0.15}
-
-
-@on_ranks(3)
-def test_another_format_sends_what_error_feedback_holds_back(rank: int):
-    """A bucket's mean rounded a few times and then exact, with what was held back: all that has landed, and the exact
-    means added up."""
-    lossy, _ = templates()
-    mean = Mean(lossy, {"steps": 1, "weight": 1}, CompressionConfig("int4").reducer)
-    landed = [torch.zeros_like(b.payload, dtype=torch.float64) for b in mean.buckets]
-    for round in range(ROUNDS + 1):
-        for i, bucket in enumerate(mean.buckets):
-            bucket.payload[:] = written(rank, round, i, bucket.numel, bucket.flat.dtype)
-        mean.scalars.set("steps", 1.0)
-        mean.scalars.set("weight", 1.0)
-        if round == ROUNDS:
-            mean.reducer.release()
-            for bucket in mean.buckets:
-                dist.all_reduce(bucket.payload.div_(3))
-        else:
-            mean.launch()
-            mean.wait()
-        for total, bucket in zip(landed, mean.buckets, strict=True):
-            total += bucket.payload
-    for i, (total, bucket) in enumerate(zip(landed, mean.buckets, strict=True)):
-        sent = [written(r, n, i, bucket.numel, bucket.flat.dtype) for r in range(3) for n in range(ROUNDS + 1)]
-        exact = torch.stack(sent).double().sum(0) / 3
-        torch.testing.assert_close(total, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
-
-
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-@on_ranks()
-def test_workers_agree_bit_for_bit_and_stay_near_float32(rank: int, workers: int):
-    for configs in (CONFIGS, AT_ONCE):
-        runs = [problems.train_co2(problems.odd_parameters(), rank, 11, c) for c in configs]
-        for i, config in enumerate(configs):
-            assert alike(*runs[i]), config
-            error = max((a - b).abs().max().item() for a, b in zip(runs[i], runs[0], strict=True))
-            assert error <= WITHIN[config.compression], config
-            for j in range(i):
-                assert (runs[i][-1] - runs[j][-1]).abs().max() > 1e-6, f"{config} and {configs[j]} do the same"
 
 
 def move(rank: int) -> Tensor:

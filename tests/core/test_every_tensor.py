@@ -25,6 +25,7 @@ from core.baselines import LocalSGD
 from core.buckets import kind_of, parts_of
 from core.testing import run_distributed
 from tests.on_ranks import on_ranks
+from tests.problems import refusal
 
 NAMES = """bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64
 complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"""
@@ -49,10 +50,6 @@ KEPT |= {
     "csr": lambda seed: (torch.eye(4) * (seed + 1)).to_sparse_csr(),
     "csc": lambda seed: (torch.eye(4) * (seed + 1)).to_sparse_csc(),
     "bsr": lambda seed: (torch.eye(4) * (seed + 1)).to_sparse_bsr((2, 2)),
-    "quantized": lambda seed: torch.quantize_per_tensor(torch.eye(4) * (seed + 1), 0.1, 3, torch.qint8),
-    "channels": lambda seed: torch.quantize_per_channel(
-        torch.eye(4) * (seed + 1), torch.full((4,), 0.1 + seed), torch.zeros(4, dtype=torch.int64), 0, torch.quint8
-    ),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {  # eps: in float16 the usual 1e-8 is 0
     "SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
@@ -172,6 +169,11 @@ def test_lazy_and_meta_tensors_are_one_line(make: Callable[[], Tensor], text: st
         with pytest.raises(UserError, match=text) as caught:
             CO2(given["params"], CO2Config(tau=2), buffers=given.get("buffers", ()))
         assert "\n" not in str(caught.value)
+
+
+def test_a_quantized_tensor_is_one_line():
+    given = torch.quantize_per_tensor(torch.eye(4), 0.1, 3, torch.qint8)
+    assert "type torch.qint8 cannot be sent to the other workers" in refusal(parts_of, given)
 
 
 @pytest.mark.parametrize("make", [lambda: torch.eye(3).to_sparse(), lambda: torch.eye(3).to_sparse_csr()])

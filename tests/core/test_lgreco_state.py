@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from core import CO2, CO2Config, UserError
-from core.compression.lgreco.choices import BINS, RAW, Clock, LGrecoConfig, allocate, family, parse, total
+from core.compression.lgreco.choices import BINS, RAW, Decider, Layer, LGrecoConfig, allocate, total
 from tests.core.test_lgreco import SETTINGS, SHAPES, built, lgreco, mean_of, written
-from tests.on_ranks import on_ranks, total_world_size
 from tests.problems import Mean
 from training.data.samples import generator
 
@@ -82,46 +81,9 @@ def test_nothing_is_lost_over_switches_nor_where_nobody_moved(setting: Any):
     torch.testing.assert_close(got + held(mean), sums, rtol=1e-9, atol=1e-9)
 
 
-SHARED = [(60, 80), (80, 60), (90, 70)]
-OF_FAMILY = {
-    "int4": ("int2", "int4", "int8"),
-    "top0.01": ("top0.001", "top0.01", "top0.1"),
-    "rank4": ("rank2", "rank4", "rank8"),
-}
-
-
 def held(mean: Mean) -> torch.Tensor:
     """What error feedback holds back, all of it the worker's own, in the payload's order."""
     return torch.cat([*mean.reducer._layouts[0].held.values()])
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@on_ranks(timeout=120)
-def test_nothing_is_lost_between_any_two_ways_of_sending(rank: int, workers: int):
-    """Three layers that change from each way of sending to each other of its family: the sum of what landed and the
-    workers' mean of what they hold back are the mean of all differences. The third goes the other way round, and where
-    ranks rise Q is warm in its first columns alone."""
-    for like, names in OF_FAMILY.items():
-        mean = mean_of(lgreco(like, rule="uniform"), SHARED, torch.float64)
-        ways = [c for c in family(parse(like)) if str(c) in names]
-        assert len(ways) == len(names)
-        for first, second in itertools.product(ways, ways):
-            for flat in state_of(mean):
-                flat.zero_()
-            bucket, landed, sums = mean.buckets[0], 0.0, 0.0
-            for round, choices in enumerate([(first, first, second), (first, second, first), (second, second, first)]):
-                mean.reducer._switch(choices)
-                bucket.payload.copy_(torch.randn(bucket.numel, generator=generator(rank, round), dtype=torch.float64))
-                sums = sums + bucket.payload
-                mean.reduce()
-                landed = landed + bucket.payload
-            mean.reducer._switch([RAW] * 3)
-            back, total = (
-                torch.stack(each).mean(0) for each in zip(*total_world_size((held(mean), sums)), strict=True)
-            )
-            told = f"{first} to {second}: "
-            torch.testing.assert_close(landed + back, total, rtol=0, atol=1e-12, msg=lambda m, told=told: told + m)
-        mean.close()
 
 
 def test_another_settings_checkpoint_is_refused_in_one_line():
@@ -159,14 +121,23 @@ def test_dtypes_together_send_what_each_alone_does(like: str):
 
 
 def test_decisions_come_at_fixed_reductions_twice_as_far_apart_up_to_every():
-    clock, decided, counted = Clock(100, 10), list[int](), list[int]()
-    for number in range(1, 400):
-        counted += [number] if clock.counts(number) else []
-        if clock.due(number):
-            decided.append(number)
-            clock.plan(number)
-    assert decided == [10, 20, 40, 80, 160, 260, 360]
-    assert counted == [n for d in [*decided, 460] for n in range(d - 9, d + 1) if n < 400]
+    for every, first, expected in ((100, 10, [10, 20, 40, 80, 160, 260, 360]), (20, 30, [*range(30, 400, 20)])):
+        decider = Decider([Layer(0, 1200, 40, 30, 4)], "int4", LGrecoConfig(every=every, first=first), 2)
+        assert [n for n in range(400) if decider.decides(n)] == expected
+        summed = [n for n in range(390) if decider.sums(n)]
+        assert summed == [n for n in range(390) if any(d - 9 <= n <= d for d in expected)]
+
+
+def test_every_fragment_decides_in_the_same_rounds():
+    late = {"merge": "keep_local", "delay": 1, "gap": "none", "outer_momentum": 0.0, "fragments": 2}
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator(1))) for shape in ((60, 40), (900,))]
+    co2 = CO2(params, CO2Config(tau=2, compression=lgreco("int4", every=2, first=2), **late))
+    for step in range(12):
+        for p in params:
+            p.data.add_(torch.randn(p.shape, generator=generator(step)))
+        co2.step()
+    co2.finish()
+    assert [fragment.reducer.allocation.number for fragment in co2.fragments] == [6, 6]
 
 
 def table(seed: int, layers: int, choices: int) -> tuple[Tensor, Tensor, list[int]]:

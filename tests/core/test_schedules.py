@@ -44,7 +44,7 @@ def test_the_choice_of_a_format_knows_the_tau_of_now():
     assert not isinstance(built["sync_schedule"], AdaptiveTau), "one worker alone has no format to choose"
     tuner = tuner_for(config, 2)
     assert tuner is not None
-    pacing = AdaptiveTau(lambda number: ramp[number], config.delay, tuner)
+    pacing = AdaptiveTau(lambda number: ramp[number], tuner)
     for number, tau in enumerate(ramp):
         pacing.begin(number)
         assert pacing.tau == tuner.tau == tau

@@ -1,6 +1,5 @@
 """The choice of tau and of its wire: on times given by hand, and on real processes."""
 
-import random
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from core.buckets import copy
 from core.hooks import ReductionInfo, Requests
 from core.state import of_rank, under_rank
 from core.stats import DeferredNumber, RoundStats
-from core.tau import CALIBRATION_TAU, NUMBERS, SETTLE, WAITS, AdaptiveTau, TauTuner
+from core.tau import CALIBRATION_TAU, NUMBERS, SETTLE, AdaptiveTau, TauTuner
 from core.testing.link import ThrottledLink
 from core.testing.reference import Reference
 from tests import problems
@@ -43,78 +42,19 @@ def test_calibration_leaves_out_the_first_round_and_then_decides():
 def test_the_first_times_raise_tau_and_count_no_further():
     tuner = TauTuner(192)
     first = tuner.receive(1, [0.1], [0.8])
-    assert first is not None and tuner.tau == 10 and tuner.needed == 10
+    assert first is not None and tuner.tau == 10
     assert tuner.receive(2, [0.04], [0.8]) is None  # one measurement is not enough
     assert tuner.receive(3, [0.04], [0.8]) is not None and tuner.tau == 25
     given = TauTuner(192, given=3)
     assert given.receive(1, [0.1], [0.8]) is None and given.tau == 3
 
 
-def test_the_steps_after_which_a_mean_should_be_there_are_the_last_senders():
-    tuner = TauTuner(192, given=9)
-    assert tuner.needed is None
-    feed(tuner, 2, 0.04, 0.3)  # of the first nothing is known
-    assert tuner.needed == 10  # 1.25 x 0.3 / 0.04, the slowest worker's step and the all-reduce of the last to send
-    feed(tuner, 9, 0.04, 0.001)
-    assert tuner.needed == 1
-    resumed = TauTuner(192, given=9)
-    resumed.load_state_dict(tuner.state_dict())
-    assert resumed.needed == 1
-
-
-def drift(slow: float, hiccup: float, workers: int = 16, rounds: int = 200) -> tuple[TauTuner, float, float]:
-    """Workers that wait where their tuners say, by a simulation: steps of 0.1 s, the first worker's `slow` times that,
-    one in 500 takes `hiccup` seconds more; an all-reduce of 0.03 s, tau 12. A tuner, the share of the time that
-    the least waiting worker waits in the first rounds that wait, and in the last ones."""
-    draw, tau = random.Random(0), 12
-    tuners = [TauTuner(192, given=tau) for _ in range(workers)]
-    ends, landed, told, waits = [0.0] * workers, 0.0, None, []
-    before = [RoundStats() for _ in tuners]
-    for number in range(rounds):
-        places, waited = torch.zeros(NUMBERS, workers), []
-        for rank, tuner in enumerate(tuners):
-            step = 0.1 * (slow if rank == 0 else 1.0)
-            steps = [step + hiccup * (draw.random() < 0.002) for _ in range(tau)]
-            due = min(tau, tuner.needed or tau)
-            waited.append(max(0.0, landed - ends[rank] - sum(steps[:due])))
-            ends[rank] += sum(steps) + waited[-1]
-            stats = RoundStats(step_seconds=step, allreduce_seconds=0.03 * (number > 0), exposed_seconds=waited[-1])
-            stats.merged_after = due
-            mine = torch.zeros(NUMBERS * workers)
-            tuner.write_times(stats, before[rank], rank, mine)
-            before[rank] = stats
-            places += mine.view(workers, NUMBERS).T
-        for tuner in tuners if told is not None else []:
-            tuner.receive(number, *told.tolist())
-        told, landed = places, max(ends) + 0.03
-        waits.append(waited)
-    first, last = (min(map(sum, zip(*some, strict=True))) / (tau * 0.1 * 16) for some in (waits[5:21], waits[-16:]))
-    assert len({tuner.needed for tuner in tuners}) == 1
-    return tuners[0], first, last
-
-
-def test_a_slow_worker_is_waited_for_at_once_and_uneven_steps_later():
-    tuner, first, last = drift(slow=1.5, hiccup=0.0)
-    assert (tuner.needed, first, last) == (1, 0.0, 0.0), "it waits for nobody"
-    tuner, first, last = drift(slow=1.0, hiccup=2.0)
-    assert tuner.needed > 3 and first > 0.1 and last < 0.6 * first
-    resumed = TauTuner(192, given=12)
-    resumed.load_state_dict(tuner.state_dict())
-    assert resumed.needed == tuner.needed
-    for _ in range(20 * WAITS):  # steps are even again
-        tuner.receive(0, [0.1], [0.03])
-    assert tuner.needed == 1
-
-
-def test_what_a_gpu_has_not_passed_is_told_a_round_later_and_evaluations_are_not_waiting():
+def test_what_a_gpu_has_not_passed_is_told_a_round_later():
     tuner, places = TauTuner(192, given=9), torch.zeros(NUMBERS)
     before = RoundStats(step_seconds=0.1, allreduce_seconds=0.3, boundary_seconds=0.2, exposed_seconds=0.15)
     now = RoundStats(step_seconds=unready(), allreduce_seconds=0.4)
     tuner.write_times(now, before, 0, places)
-    torch.testing.assert_close(places, torch.tensor([0.1, 0.3, 0.05, 0.0]))
-    before.merged_after = 1
-    tuner.write_times(now, before, 0, places)
-    assert places[3].item() == pytest.approx(0.075)  # of two rounds
+    torch.testing.assert_close(places, torch.tensor([0.1, 0.3, 0.05]))
 
 
 def unready() -> DeferredNumber:
@@ -131,16 +71,16 @@ def test_a_state_of_other_settings_does_not_override_them():
         feed(tuner, 5, 0.04, 0.3)
     given = TauTuner(192, given=8)
     given.load_state_dict(chosen.state_dict())
-    assert given.tau == 8 and given.needed == 10
+    assert given.tau == 8
     other = TauTuner(192, compressions={"int4": 0.5})
     other.load_state_dict(wide.state_dict())
-    assert (other.compression, other.needed, other.decisions) == ("int4", None, [])
+    assert (other.compression, other.decisions) == ("int4", [])
     older = {name: value for name, value in wide.state_dict().items() if name != "_received"}
     assert "no '_received', so an older version wrote it" in problems.refusal(given.load_state_dict, older)
 
 
 def test_the_ranks_of_a_node_share_a_place_and_their_times_are_their_mean():
-    tuned = AdaptiveTau("auto", "boundary", TauTuner(192))
+    tuned = AdaptiveTau("auto", TauTuner(192))
     tuned.method = SimpleNamespace(rounds=1, is_log_rank=False, allreduce=SimpleNamespace(is_elastic=False))  # pyright: ignore[reportAttributeAccessIssue]
     place = [8 * t for t in (0.04, 0.8)] + [0.0] * (NUMBERS - 2)  # the sum over a node's 8 ranks
     tuned.on_reduced_scalars({"times": place * 2}, ReductionInfo(1, total_world_size=16, workers=2, generation=0))
@@ -183,21 +123,9 @@ def test_the_cap_says_what_stays_exposed():
     assert TauTuner(tau_max=2).tau == 2
 
 
-def test_a_given_tau_is_its_own_cap_in_the_log(caplog: pytest.LogCaptureFixture):
-    """recommended(steps=N) has a tau_max of N / 20, below tau. Also a wait is at most as long as a round."""
-    config = replace(CO2Config.recommended(steps=200, tau=24), fragments=1)
-    assert config.tau_max == 10
-    tuner = TauTuner(config.tau_max, given=24, compressions={"int8": 1.0, "float32": 4.0})
-    schedule = AdaptiveTau(24, "auto", tuner)
-    schedule.method = SimpleNamespace(is_log_rank=True, rounds=9)  # pyright: ignore[reportAttributeAccessIssue]
-    caplog.set_level("INFO", "co2_training")
-    for allreduce in (0.02, 4.0):
-        for _ in range(SETTLE + 9):
-            schedule._decided = tuner.receive(9, [0.1], [allreduce])
-            schedule.on_round_end()
-    told = [record.getMessage() for record in caplog.records]
-    waits = [text.partition(" after ")[2] for text in told if "waits for an average" in text]
-    assert waits[0].startswith("1 local") and waits[-1].startswith("24 local"), told
+def test_a_given_tau_is_its_own_cap_in_the_log():
+    """recommended(steps=N) has a tau_max of N / 20, below tau."""
+    assert CO2Config.recommended(steps=200, tau=24).tau_max == 10
     cut = TauTuner(10, given=24, cuts=True)
     feed(cut, 9, 0.1, 2.05)
     assert cut.fragments == 8 and cut.decisions[-1].reason.endswith("25 steps would outlast it, tau=24 leaves 0 s a "
@@ -384,28 +312,6 @@ def test_a_run_may_be_saved_before_tau_is_chosen(rank: int):
     assert torch.equal(*ends)
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_a_faster_worker_waits_where_the_link_has_had_its_time(rank: int):
-    """Rank 1's steps take twice as long. Else the means of rank 0 come when the slower one has sent, some five of its
-    steps later, or a round."""
-    params, link = problems.odd_parameters(), Timed(0.6)
-    config = CO2Config(tau=9, merge="keep_local", delay="auto", gap="none", outer_momentum=0.0)
-    co2 = CO2(params, config, link=link)
-    tell_times(co2, link, 0.006 + 0.006 * rank)
-    merged = []  # after how many steps, by round, and after how many it should be there
-    for step in range(90):
-        needed = co2.hook(AdaptiveTau).tuner.needed
-        time.sleep(0.006 + 0.006 * rank)
-        sgd_step(params, rank, step)
-        if co2.step():
-            merged.append((co2.stats.merged_after, needed))
-    co2.finish()
-    assert [needed for _, needed in merged[:3]] == [None, None, None]
-    assert all(needed and after <= needed <= 3 for after, needed in merged[4:]), merged
-    assert rank or max(after for after, _ in merged[4:]) == merged[-1][1], "it waited"
-
-
 def shapes(state: dict[str, Any]) -> dict[str, list[torch.Size]]:
     return {name: [t.shape for t in flats] for name, flats in (state["state"] | state["residual"]).items()}
 
@@ -463,15 +369,6 @@ def test_another_number_of_workers_measures_anew():
     before = len(tuner.decisions)
     feed(tuner, 20, 0.04, 1.0)
     assert tuner.compression != "float32" and len(tuner.decisions) > before
-
-
-def test_waits_of_a_worker_without_an_allreduce_do_not_pile_up():
-    tuner, places = TauTuner(192), torch.zeros(NUMBERS)
-    for round in range(5 * WAITS):
-        stats = RoundStats(step_seconds=0.1, merged_after=1)
-        tuner.write_times(stats, stats, 0, places)
-        assert tuner.receive(round, [0.1], [0.0]) is None
-    assert len(tuner._waits) == WAITS == len(tuner.state_dict()["_waits"])
 
 
 def test_a_resumed_run_keeps_tau_below_its_own_limit():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -14,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...buckets import Scalars
+from ...buckets import Scalars, views
 from ...comm import Stage, all_gather, sum_flats
 from ...errors import UserError, is_whole
-from .. import quantized
+from ...outer import segment_size
 from ..formats import BITS, BLOCK, BLOCK_BYTES, encode
-from ..quantized import chunk_of, moved
+from ..quantized import moved
 
 Rule = Literal["lgreco", "uniform"]
 
@@ -124,22 +123,6 @@ def sent_bytes(layer: Layer, choice: Choice, world_size: int) -> float:
     """
     n = max(2, world_size)
     return message_bytes(layer, choice) * ((n - 1) if choice.kind == "top" else 2 * (n - 1) / n)
-
-
-def padded_bytes(layers: Sequence[Layer], choices: Sequence[Choice], world_size: int) -> float:
-    """Returns the bytes that each worker sends for all layers in one reduction.
-
-    The layers of one bucket and int format travel as one layer, padded to whole blocks for each worker.
-    """
-    sizes, together, n = list[float](), defaultdict[tuple[int, Choice], int](int), max(2, world_size)
-    for layer, choice in zip(layers, choices, strict=True):
-        if choice.kind == "int":
-            together[layer.bucket, choice] += layer.numel
-        else:
-            sizes.append(sent_bytes(layer, choice, world_size))
-    for (_, choice), elements in together.items():
-        sizes.append(sent_bytes(replace(layers[0], numel=n * chunk_of(elements, n)), choice, world_size))
-    return math.fsum(sizes)
 
 
 def parse(text: str) -> Choice:
@@ -289,8 +272,7 @@ def fill(q: Tensor, filled: int, seed: int) -> None:
 def _flat(matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Returns one flat tensor of all matrices, and views of it in their shapes."""
     flat = torch.cat([m.reshape(-1) for m in matrices])
-    parts = flat.split([m.numel() for m in matrices])
-    return flat, [part.view(m.shape) for part, m in zip(parts, matrices, strict=True)]
+    return flat, views(flat, matrices)
 
 
 NOISE = 1e-12  # share of a sum below which a value is the sum's rounding error
@@ -310,59 +292,50 @@ def curve(values: Tensor, layer: Layer, choices: Sequence[Choice], offered: Sequ
         seed: Seed of the power iteration's start.
     """
     squares = torch.linalg.vector_norm(values, dtype=torch.float64).square()
-    kinds: dict[str, list[int]] = {"raw": [], "int": [], "top": [], "rank": []}
-    errors, zero = dict[int, Tensor](), torch.zeros_like(squares)  # raw has no error
-    for i, (choice, ok) in enumerate(zip(choices, offered, strict=True)):
-        if ok:
-            kinds[choice.kind].append(i)
-    parts = pad(values, (0, -len(values) % BLOCK)).split(quantized.GPU_SEGMENT if values.is_cuda else quantized.SEGMENT)
-    for i in kinds["int"]:
+    lossy = [i for i, (choice, ok) in enumerate(zip(choices, offered, strict=True)) if ok and choice != RAW]
+    row, kinds = squares.new_zeros(len(choices)), {choices[i].kind for i in lossy}
+    parts = pad(values, (0, -len(values) % BLOCK)).split(segment_size(values))
+    for i in lossy if "int" in kinds else ():
         norms = []
         for part in parts:
             encode(part, choices[i].compression, lost=(lost := part.clone()))
             norms.append(torch.linalg.vector_norm(lost, dtype=torch.float64))
-        errors[i] = torch.linalg.vector_norm(torch.stack(norms))
-    if tops := kinds["top"]:  # the norm of all elements but the k largest, for each k
-        counts = [layer.kept(choices[i].value) for i in tops]
+        row[i] = torch.linalg.vector_norm(torch.stack(norms))
+    if "top" in kinds:  # the norm of all elements but the k largest, for each k
+        counts = [layer.kept(choices[i].value) for i in lossy]
         largest_first = values.abs().topk(max(counts)).values
         lost = squares - largest_first.double().square_().cumsum(0)
         lost = torch.where(lost > NOISE * squares, lost, 0.0).sqrt()
-        errors |= {i: lost[k - 1] for i, k in zip(tops, counts, strict=True)}
-    if ranked := kinds["rank"]:
+        for i, k in zip(lossy, counts, strict=True):
+            row[i] = lost[k - 1]
+    if "rank" in kinds:
         # Power iterations of the highest rank serve all ranks: the first r columns of QR depend only on these columns.
-        ranks, matrix = [int(choices[i].value) for i in ranked], values.view(layer.rows, -1)
+        ranks, matrix = [int(choices[i].value) for i in lossy], values.view(layer.rows, -1)
         draw = torch.Generator(matrix.device).manual_seed(seed)
         q = torch.randn(matrix.shape[1], max(ranks), generator=draw, device=matrix.device, dtype=matrix.dtype)
         for _ in range(ITERATIONS):
             p = torch.linalg.qr(product(matrix, q)).Q
             q = product(matrix.T, p)  # q = G^T p: the part of G in the span of p
         lost = squares - q.double().square().sum(0).cumsum(0)
-        errors |= {i: lost[r - 1].clamp(min=0).sqrt() for i, r in zip(ranked, ranks, strict=True)}
-    row = torch.stack([errors.get(i, zero) for i in range(len(choices))])
+        for i, r in zip(lossy, ranks, strict=True):
+            row[i] = lost[r - 1].clamp(min=0).sqrt()
     return torch.where(squares.isfinite(), row, float("nan"))
 
 
 BINS = 10_000  # bins of the budget, as in the released code
 SUMMED = 10  # reductions whose compressed tensors are summed for the curves, as in the released code
+EVERY, FIRST = 20, 3  # reductions, if the settings do not give them
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One decision.
+    """One decision."""
 
-    Attributes:
-        number: The reduction after which it was made.
-        reason: One line for the log.
-        choices: Each layer's choice.
-        bytes: Bytes that a worker sends in a reduction, padding included.
-        uniform_bytes: The same with the uniform setting.
-    """
-
-    number: int
-    reason: str
-    choices: Sequence[Choice]
-    bytes: float
-    uniform_bytes: float
+    number: int  # of the reduction after which it was made
+    reason: str  # one line for the log
+    choices: Sequence[Choice]  # of each layer
+    bytes: float  # that a worker sends in a reduction, without the padding to blocks
+    uniform_bytes: float  # the same with the uniform setting
 
 
 class Decider:
@@ -383,8 +356,8 @@ class Decider:
     """
 
     def __init__(self, layers: Sequence[Layer], like: str, config: LGrecoConfig, world_size: int):
-        self.layers, self.name, self.world_size = layers, like, world_size
-        self.fixed = config.rule == "uniform"
+        self.name = like
+        self.fixed, self._every, self._first = config.rule == "uniform", config.every or EVERY, config.first or FIRST
         wanted = parse(like)
         self.uniform = [uniform(layer, wanted) for layer in layers]
         if all(choice == RAW for choice in self.uniform):
@@ -398,6 +371,24 @@ class Decider:
         sizes = [[sent_bytes(z, c, world_size) for c in self.choices] for z in layers]
         self.sizes = torch.tensor(sizes, device="cpu").double()
 
+    def decides(self, number: int) -> bool:
+        """Returns whether the `number`-th reduction, from 1, computes errors, from which the next one decides."""
+        return not self.fixed and self._decision(number) == number
+
+    def sums(self, number: int) -> bool:
+        """Returns whether the `number`-th reduction is among the last SUMMED ones up to a decision."""
+        return not self.fixed and self._decision(number) < number + SUMMED
+
+    def _decision(self, number: int) -> int:
+        """Returns which reduction decides, from the `number`-th on: `first`, 2 x first, 4 x first and so on.
+
+        The distance doubles up to `every`, because gradients change fast when a run begins.
+        """
+        at = self._first
+        while at < min(number, self._every):
+            at *= 2
+        return at + max(0, -(-(number - at) // self._every)) * self._every
+
     def decide(self, curves: Tensor, now: Sequence[Choice], number: int) -> Allocation:
         """Decides from the workers' averaged curves. A layer whose row is not finite keeps its choice.
 
@@ -410,14 +401,10 @@ class Decider:
         known = torch.where(self.offered, curves, 0.0).isfinite().all(1)
         new, rows = list(now), known.nonzero().flatten().tolist()
         if rows:
-            layers, like = [self.layers[i] for i in rows], [self.uniform[i] for i in rows]
-            picked = allocate(errors[rows], self.sizes[rows], [self.choices.index(choice) for choice in like])
-            chosen = [self.choices[c] for c in picked]
-            if padded_bytes(layers, like, self.world_size) < padded_bytes(layers, chosen, self.world_size):
-                chosen = like  # int formats of few elements may cost more padding than they save
-            for i, choice in zip(rows, chosen, strict=True):
-                new[i] = choice
-        sizes = [padded_bytes(self.layers, choices, self.world_size) for choices in (new, self.uniform)]
+            picked = allocate(errors[rows], self.sizes[rows], [self.choices.index(self.uniform[i]) for i in rows])
+            for i, c in zip(rows, picked, strict=True):
+                new[i] = self.choices[c]
+        sizes = [total(self.sizes, [self.choices.index(c) for c in choices]) for choices in (new, self.uniform)]
         reason = (
             f"{sizes[0] / 1e6:.3g} MB a reduction, uniform {self.name} {sizes[1] / 1e6:.3g} MB; "
             f"{sum(a != b for a, b in zip(new, now, strict=True))} of {len(new)} layers change"
@@ -425,32 +412,6 @@ class Decider:
         if unknown := [str(i) for i, ok in enumerate(known.tolist()) if not ok]:
             reason += f"; layers {', '.join(unknown)} are not finite and keep what they have"
         return Allocation(number, reason, new, *sizes)
-
-
-class Clock:
-    """Decides at fixed reductions, so that a run can be repeated: at `first`, 2 x first, 4 x first and so on.
-
-    The time between two decisions doubles up to `every`, because gradients change fast when a run begins.
-
-    Attributes:
-        numbers: The reduction that decides next, 0 for the first; float64 [1] on the CPU, for a checkpoint.
-    """
-
-    def __init__(self, every: int, first: int):
-        self.every, self.first = every, first
-        self.numbers = torch.zeros(1, dtype=torch.float64, device="cpu")
-
-    def due(self, number: int) -> bool:
-        """Returns whether the `number`-th reduction, counted from 1, decides."""
-        return number >= max(self.first, self.numbers.item())
-
-    def counts(self, number: int) -> bool:
-        """Returns whether the `number`-th reduction is among the SUMMED reductions up to the next decision."""
-        return self.due(number + SUMMED - 1)
-
-    def plan(self, number: int) -> None:
-        """Plans the next decision. The `number`-th reduction has just decided."""
-        self.numbers.fill_(number + min(self.every, number))
 
 
 def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: int = BINS) -> list[int]:
@@ -477,24 +438,18 @@ def allocate(errors: Tensor, sizes: Tensor, reference: Sequence[int], *, bins: i
         cost = torch.ceil(errors / budget * bins * (1 - 1e-12)).clamp(max=bins + 1).long()
     else:
         cost = torch.where(errors > 0, bins + 1, 0)
-    best = torch.full((len(cost) + 1, bins + 1), float("inf"), dtype=torch.float64, device="cpu")
-    best[0] = 0.0  # [layers, b]: the smallest size of the first layers within b bins
-    candidates = [
-        [*zip(*rows, range(len(rows[0])), strict=True)] for rows in zip(cost.tolist(), sizes.tolist(), strict=True)
-    ]
-    for layer, of_layer in enumerate(candidates):
-        before, following = best[layer], best[layer + 1]
-        for q, size, _ in of_layer:
-            if q <= bins:
-                torch.minimum(following[q:], before[: bins + 1 - q] + size, out=following[q:])
-    if best[-1, bins].isinf():
+    best, picks = torch.zeros(bins + 1, dtype=torch.float64, device="cpu"), []
+    for costs, of_layer in zip(cost.tolist(), sizes.tolist(), strict=True):
+        ways = sorted(zip(costs, of_layer, range(len(costs)), strict=True))
+        within = [pad(best, (q, 0), value=math.inf)[: bins + 1] + size for q, size, _ in ways]
+        best, pick = torch.stack(within).min(0)  # [b]: the smallest size of the layers so far within b bins
+        picks.append((ways, pick.tolist()))
+    if best[bins].isinf():
         return list(reference)
-    b = int((best[-1] <= best[-1, bins]).nonzero()[0])  # the fewest bins that reach the smallest size
+    b = int((best <= best[bins]).nonzero()[0])  # the fewest bins that reach the smallest size
     picked: list[int] = []
-    for layer in reversed(range(len(cost))):
-        least, before = float(best[layer + 1, b]), best[layer]
-        fits = (c for c in sorted(candidates[layer]) if c[0] <= b and float(before[b - c[0]]) + c[1] == least)
-        q, _, c = next(fits)
+    for ways, pick in reversed(picks):
+        q, _, c = ways[pick[b]]
         picked.insert(0, c)
         b -= q
     return list(reference) if total(sizes, picked) > total(sizes, reference) else picked

@@ -1,15 +1,15 @@
 """The reducer of L-GreCo, which sends each layer in its own way, and chooses these ways again as training goes on:
 
-    G = the average of d + e, which the worker has to send, over the last ten reductions
-    at fixed reductions, before anything is sent (Clock):
+    G = the sum of d + e, which the worker has to send, over the last ten reductions
+    at fixed reductions, before anything is sent (Decider.decides):
         e[l, c] = ||G_l - C_c(G_l)|| for each layer and choice
-        the errors' average over the workers, which is summed with this reduction
+        the errors' sum over the workers, which follows this reduction
     at the beginning of the next reduction, equally on every worker:
         the fewest bytes whose summed errors stay within the uniform setting's (core/compression/lgreco/choices.py)
         it sends in the new ways; the error feedback moves along
 
 We follow the abstract and the released code of L-GreCo. The released code also sums the last ten reductions. It
-allocates ranks only, from the first worker's errors.
+allocates ranks only, from the first worker's errors. A common factor of all errors changes no choice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...errors import UserError, log
 from ...stats import HostCopy
 from ..formats import BLOCK, INTS
 from ..quantized import Quantized, chunk_of, moved
-from .choices import Allocation, Choice, Clock, Decider, Layer, LGrecoConfig, curve, fill, low_rank, top_k
+from .choices import Allocation, Choice, Decider, Layer, LGrecoConfig, curve, fill, low_rank, top_k
 
 
 class Layout:
@@ -113,8 +113,7 @@ def layers_of(buckets: Sequence[Bucket | BucketShare]) -> list[Layer]:
     return layers
 
 
-NOT_FINITE, NOBODY = -1.0, -2.0  # replace a layer's curve
-EVERY, FIRST = 20, 3  # reductions, if the settings do not give them
+NOT_FINITE = -1.0  # replaces a layer's curve
 
 
 class LGreco(Reducer):
@@ -123,16 +122,13 @@ class LGreco(Reducer):
     A checkpoint's state starts as zeros. It has these parts:
 
     - `error_feedback`, `mean_error_feedback`: the residuals, in an order that follows the allocation.
-    - `allocation`: the choices' values, the number of columns of `q` in use, and the clock.
+    - `allocation`: the choices' values, all 0 before the first reduction.
     - `q`: the factors of low rank.
-    - `summed`: G's sum so far for each layer, and the number of its summands.
-    - `asked`: the curves that no decision has used yet, and the reduction that computed them.
+    - `summed`: G so far for each layer.
+    - `asked`: the last curves, or zeros if no worker had moved.
 
     Args:
-        buckets: The method's buckets.
-        scalars: The scalars that are summed with them.
-        rank: This worker's rank.
-        world_size: Number of workers.
+        buckets, scalars, rank, world_size: See Reducer.
         like: The uniform setting, such as int4.
         config: The settings of L-GreCo.
     """
@@ -150,10 +146,8 @@ class LGreco(Reducer):
     ):
         self.buckets, self.scalars = buckets, scalars
         self.rank, self.world_size, self.scale = rank, world_size, 1.0
-        self.clock = Clock(config.every or EVERY, config.first or FIRST)
         self.layers = layers_of(buckets)
         self.decider = decider = Decider(self.layers, like, config, world_size)
-        self.chosen: Sequence[Choice] = decider.uniform
         self.allocation: Allocation | None = None  # the last decision
         flats, many = [b.flat for b in buckets], len(self.layers)
         slack = len(INTS) * world_size * BLOCK  # each int format is padded to whole blocks a worker
@@ -163,34 +157,26 @@ class LGreco(Reducer):
         ranks = torch.tensor([c.value if c.kind == "rank" else 0 for c in decider.choices], device="cpu")
         highest = (decider.offered * ranks).amax(1).int().tolist()
         self._q = [flats[z.bucket].new_zeros(z.columns * r) for z, r in zip(self.layers, highest, strict=True)]
-        self._values, self._filled = (torch.zeros(many, dtype=torch.float64, device="cpu") for _ in range(2))
-        self._sums = [] if decider.fixed else [flats[z.bucket].new_zeros(z.numel) for z in self.layers]
-        self._summands = flats[0].new_zeros(1, dtype=torch.float64)
-        # the reduction that computed curves; 0: none are pending
-        self._asked_by = torch.zeros(1, dtype=torch.float64, device="cpu")
-        self._asked = flats[0].new_zeros(many * len(decider.choices), dtype=torch.float64)
-        self._coming: tuple[int, HostCopy | None] = (0, None)  # that reduction, and the copy of its curves to the host
-        self.state = {
-            "error_feedback": self.errors,
-            "mean_error_feedback": self.means,
-            "allocation": [self._values, self._filled, self.clock.numbers],
-            "q": self._q,
-            "summed": [*self._sums, self._summands],
-            "asked": [self._asked, self._asked_by],
-        }
-        self._lay_out()
+        self._values = torch.zeros(many, dtype=torch.float64, device="cpu")
+        self._coming: tuple[int, HostCopy | None] = (0, None)  # the last decision, and its curves' copy to the host
+        self.state = {"error_feedback": self.errors, "mean_error_feedback": self.means}
+        self.state |= {"allocation": [self._values], "q": self._q}
+        if not decider.fixed:
+            self._sums = [flats[z.bucket].new_zeros(z.numel) for z in self.layers]
+            self._asked = flats[0].new_zeros(many * len(decider.choices), dtype=torch.float64)
+            self.state |= {"summed": self._sums, "asked": [self._asked]}
+        self._lay_out(decider.uniform)
 
     @torch.no_grad()
     def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:
         yield BACKGROUND  # the encoding
         if turn == 0:
             self._follow()
-            if self._decide():
-                self._follow()
+            if self.decider.decides(number - 1):
+                self._decide(number - 1)
         layout = self._layouts[i]
         layout.gather()
-        if not self.decider.fixed and self.clock.counts(number):
-            self._summands += i == 0
+        if self.decider.sums(number):
             own = moved(self.scalars)
             for layer, values in layout.values.items():
                 self._sums[layer].add_(torch.where(own, values + layout.held[layer], 0.0))
@@ -199,56 +185,46 @@ class LGreco(Reducer):
         while stages := [stage for part in parts if (stage := next(part, None)) is not None]:
             yield [work for works, _ in stages for work in works], sum(sent for _, sent in stages)
         layout.land()
-        if turn + 1 == len(self._layouts) and not self.decider.fixed and self.clock.due(number):
-            asked = self._ask(number)
+        if turn + 1 == len(self._layouts) and self.decider.decides(number):
+            asked = self._ask()
             if group is not None:
                 yield sum_flats([asked], group)
             self._receive(asked, number)
 
     # -- the allocation -------------------------------------------------------------------------------------
 
-    def _ask(self, number: int) -> Tensor:
+    def _ask(self) -> Tensor:
         """Returns this worker's errors, float64 [layers, choices], and resets the sum."""
-        rows, count = [], self._summands.clamp(min=1)
-        for i, (layer, wanted) in enumerate(zip(self.layers, self._sums, strict=True)):
-            rows.append(curve(wanted, layer, self.decider.choices, self.decider.offered[i].tolist(), i) / count)
-        for flat in (*self._sums, self._summands):
+        choices, offered = self.decider.choices, self.decider.offered.tolist()
+        of_each = enumerate(zip(self.layers, self._sums, offered, strict=True))
+        rows = [curve(wanted, layer, choices, its, seed=i) for i, (layer, wanted, its) in of_each]
+        for flat in self._sums:
             flat.zero_()
-        self._asked_by.fill_(number)
         return torch.stack(rows)
 
     def _receive(self, asked: Tensor, number: int) -> None:
-        """Keeps the errors, averaged over the workers from their sums, for `_decide`.
-
-        A layer that is not finite gets NOT_FINITE. If no worker has moved, all layers get NOBODY.
-        """
-        mean = asked / self.world_size
-        layers = torch.where(mean.isfinite().all(1, keepdim=True), mean, NOT_FINITE)
-        self._asked.view_as(mean).copy_(torch.where(moved(self.scalars), layers, NOBODY))
+        """Keeps the workers' summed errors for `_decide`. A layer that is not finite gets NOT_FINITE."""
+        layers = torch.where(asked.isfinite().all(1, keepdim=True), asked, NOT_FINITE)
+        self._asked.view_as(asked).copy_(torch.where(moved(self.scalars), layers, 0.0))
         self._coming = number, HostCopy(self._asked)
 
-    def _decide(self) -> bool:
-        """Decides from the pending curves. Returns whether there were any."""
-        if not (number := int(self._asked_by)):
-            return False
-        self._asked_by.zero_()
+    def _decide(self, number: int) -> None:
+        """Decides from the errors of the `number`-th reduction."""
         asked_by, coming = self._coming
         # The host waits only for the copy, and not for later work. After a checkpoint is loaded it waits for all work.
         heard = coming.read() if coming and asked_by == number else self._asked.tolist()
+        if not any(heard):
+            return
         table = torch.tensor(heard, dtype=torch.float64, device="cpu").view(len(self.layers), -1)
-        self.clock.plan(number)
-        if (table == NOBODY).all():
-            return False
         curves = torch.where(table == NOT_FINITE, float("nan"), table)
         self.allocation = found = self.decider.decide(curves, self.chosen, number)
         if list(found.choices) != list(self.chosen):
             self._switch(found.choices)
         if self.rank == 0:
             log.info("all-reduce %d: lgreco: %s", number, found.reason)
-        return True
 
     def _switch(self, choices: Sequence[Choice]) -> None:
-        """Changes the allocation from the next reduction on. The residuals move along."""
+        """Changes the allocation from the next reduction on. The residuals move along, and Q gets new columns."""
         before = self._layouts
         for layout in before:
             # This worker's residual of the averages that it encoded belongs to all workers. So n times this residual
@@ -257,19 +233,24 @@ class LGreco(Reducer):
                 chunk = len(means)
                 own[self.rank * chunk : (self.rank + 1) * chunk].add_(means, alpha=self.world_size)
             layout.means.zero_()
-        self.chosen = choices
-        self._lay_out()
+        self._lay_out(choices)
         for old, new, errors in zip(before, self._layouts, self.errors, strict=True):
             kept = [held.clone() for held in old.held.values()]
             errors.zero_()
             copy([*new.held.values()], kept)
+        for i, (choice, filled) in enumerate(zip(choices, self._values.tolist(), strict=True)):
+            if choice.kind == "rank":
+                fill(self.q_of(i), int(filled), seed=i)
         self._values.copy_(torch.tensor([c.value for c in choices], dtype=torch.float64, device="cpu"))
 
     def _follow(self) -> None:
-        """Uses the allocation from a checkpoint or a new start, and fills new columns of low rank."""
+        """Uses the allocation of a checkpoint. A new start has none."""
+        values = self._values.tolist()
+        if not any(values):
+            return self._switch(self.decider.uniform)
         found: list[Choice] = []
-        for layer, value in enumerate(self._values.tolist()):  # 0: the start's choice, or uncompressed
-            offered = [c for c in self.decider.choices if c.value == value] if value else [self.decider.uniform[layer]]
+        for layer, value in enumerate(values):
+            offered = [c for c in self.decider.choices if c.value == value]
             if not offered:
                 raise UserError(
                     f"the checkpoint sends layer {layer} in a way ({value:g}) that compression.like="
@@ -278,17 +259,13 @@ class LGreco(Reducer):
             found.append(offered[0])
         travel = [len(layout.bucket.values) == layout.values_sent for layout in self._layouts]
         if found != list(self.chosen) or not all(travel):
-            self.chosen = found
-            self._lay_out()
-        for i, (choice, filled) in enumerate(zip(found, self._filled.tolist(), strict=True)):
-            if choice.kind == "rank":
-                fill(self.q_of(i), int(filled), seed=i)
-                self._filled[i] = int(choice.value)
+            self._lay_out(found)
 
     def q_of(self, layer: int) -> Tensor:
         """Returns the layer's Q, [columns, the chosen rank]."""
         return self._q[layer].view(self.layers[layer].columns, -1)[:, : int(self.chosen[layer].value)]
 
-    def _lay_out(self) -> None:
-        """Lays out the present allocation."""
+    def _lay_out(self, choices: Sequence[Choice]) -> None:
+        """Sends in these ways from now on."""
+        self.chosen = choices
         self._layouts = [Layout(i, self) for i in range(len(self.buckets))]
