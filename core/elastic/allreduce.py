@@ -1,11 +1,10 @@
 """An all-reduce among workers that come and go. It never fails for the method that uses it.
 
-A reduction has two phases. First copies of the buckets are summed. Then an all-reduce of one number confirms the sum:
-once a worker has received the number, all workers hold the sum. Only then is the sum merged.
+A reduction has two phases. First the buckets are summed. Then an all-reduce of one number confirms the sum: once a
+worker has received the number, all workers hold the sum. Only then is the sum merged.
 
 After a failure the survivors report how far each of them is. If one survivor has merged the round, or all hold its sum,
-the sum counts, with the dead worker's part. Otherwise each survivor sends its part again, and the average is over the
-survivors.
+the sum counts, with the dead worker's part. Otherwise the reduction is lost, on all survivors: it changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import AsyncAllReduce, Stage, sum_flats
+from ..buckets import copy
+from ..comm import AsyncAllReduce, Reducer, Stage, sum_flats
 from ..errors import CollectiveError, UserError, env_number
 from ..local_update import LocalUpdateMethod
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged, agreed
@@ -53,6 +53,17 @@ class Script:
         """A new generation has begun, with these reports by rank, None for a worker without state."""
 
 
+class CopyReducer(Reducer):
+    """Sums copies of the buckets, because a collective that is left to itself may still write to what it sums."""
+
+    def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:  # noqa: ARG002
+        if group is not None:
+            sent = self.buckets[i].sent()
+            copies = [flat.clone() for flat in sent]
+            yield sum_flats(copies, group)
+            copy(sent, copies)
+
+
 class ElasticAllReduce(AsyncAllReduce):
     """An AsyncAllReduce whose process group may change while a reduction is in flight.
 
@@ -61,14 +72,15 @@ class ElasticAllReduce(AsyncAllReduce):
 
     Args:
         device: As for AsyncAllReduce.
-        owner: The method that uses this all-reduce, whose `reducer` is an ElasticReducer.
+        owner: The method that uses this all-reduce.
         members: The worker's generation, see Members.
         script: See Script.
         **options: Other arguments of AsyncAllReduce.
 
     Attributes:
-        world_size: Number of workers that count in the reduction in flight.
+        world_size: Number of workers in the reduction that started last.
         phase: Phase of the reduction in flight.
+        lost: Numbers of the reductions that were lost, counted from 1. A worker that is late has yet to launch them.
         counts: Whether this worker's part counts.
         asked: Whether the last reduction that arrived has asked to let newcomers in.
     """
@@ -83,21 +95,28 @@ class ElasticAllReduce(AsyncAllReduce):
         self._act, self._act_phase = 0, AGREED  # the training script's current or last sum
         self.place, self.places = env_number("RANK", 0), env_number("WORLD_SIZE", 1)
         self.most = MOST
-        self.phase = AGREED
+        self.phase, self.lost = AGREED, set[int]()
         self.counts, self.asked = True, False
-        self._spared: tuple[int, int] = 0, 0  # number of a reduction, and of the workers that do not count in it
+        self._made_for = 0  # the generation whose number of workers the reducers have
         self._stuck: list[threading.Thread] = []  # they wait for collectives that were left to themselves
         self._looked_at = 0.0
 
     # -- for the owner -------------------------------------------------------------------------------------------
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the reduction that started last is lost."""
+        return self.launched in self.lost
+
     def launch(self, stages: Iterator[Stage]) -> None:
-        """Starts a reduction, as AsyncAllReduce does, of a copy of the buckets."""
-        for sent in self.owner.reducer.live if not self.counts else []:
-            sent.zero_()
-        self._attempt(self.launched + 1)
+        """Starts a reduction, as AsyncAllReduce does, unless other workers have lost it already."""
+        if not self.counts:
+            self.owner.exclude(torch.ones_like(self.owner.scalars["weight"], dtype=torch.bool))
+        if self._made_for != self.generation:
+            self._made_for, self.world_size = self.generation, self.members.size
+            self.owner.make_reducers()
         with contextlib.suppress(CollectiveError):
-            return super().launch(self.in_phases(stages))
+            return super().launch(iter(()) if self.launched + 1 in self.lost else self.in_phases(stages))
         self.mend()  # outside of `with`: an error's traceback would keep the group alive
 
     def in_phases(self, stages: Iterator[Stage]) -> Iterator[Stage]:
@@ -117,7 +136,7 @@ class ElasticAllReduce(AsyncAllReduce):
         self.asked = asks.item() > 0
         self.phase = SUMMED
         yield sum_flats([token], self.group)
-        self._take_sum()
+        self.phase = AGREED
 
     def done(self) -> bool:
         """Returns whether the reduction is done, as AsyncAllReduce does. Also checks whether a worker has left."""
@@ -129,9 +148,13 @@ class ElasticAllReduce(AsyncAllReduce):
         return False
 
     def drain(self) -> bool:
+        """Does what AsyncAllReduce does. The buckets then hold the sums, or zeros if the reduction is lost."""
         while True:
             with contextlib.suppress(CollectiveError):
-                return super().drain()
+                if there := super().drain():
+                    for bucket in self.owner.reducer.buckets if self.is_lost else ():
+                        bucket.payload.zero_(), bucket.rest.zero_()
+                return there
             self.mend()
 
     def sum_of_all(self, values: Tensor) -> Tensor:
@@ -164,48 +187,29 @@ class ElasticAllReduce(AsyncAllReduce):
     # -- another generation -----------------------------------------------------------------------------------
 
     def mend(self, came: Came = "failed") -> list[Report | None]:
-        """Forms the next generation with the remaining workers, and completes or repeats the reduction in flight."""
-        while True:
-            self._drop()
-            reports = self.members.meet(self._report(), came)
-            self.adopt(reports)
-            if not self.in_flight or self.phase == AGREED:
-                return reports
-            if agreed(reports, "launched", self.launched):
-                self._take_sum()
-                return reports
-            self.owner.reducer.undo()
-            self._attempt(self.launched)
-            with contextlib.suppress(CollectiveError):
-                self._begin(self.in_phases(self.owner.stages()))
-                return reports
+        """Forms the next generation with the remaining workers. The reduction in flight counts, or is lost."""
+        self._drop()
+        reports = self.members.meet(self._report(), came)
+        self.adopt(reports)
+        return reports
 
     def adopt(self, reports: list[Report | None]) -> None:
-        """Uses the members' group for the reductions from now on."""
+        """Uses the members' group for the reductions from now on. All workers find alike which reduction is lost."""
         assert self.members.group is not None
         self.group, self.rank = self.members.group, self.members.rank
         self.timed_groups = [self.group]
         known = [r for r in reports if r is not None]
         latest = max((r["launched"] for r in known), default=self.launched)
         self._act = max([self._act, *(r["act"] for r in known if r["act_phase"] == AGREED)])
-        newcomers = len(reports) - len(known) if known else 0
-        spared = sum(r["launched"] == latest and not r["counts"] for r in known)
-        self._spared = (latest + 1, newcomers) if newcomers else (latest, spared)
+        if not agreed(reports, "launched", latest):
+            self.lost.add(latest)
+        self.phase = AGREED
         self.generation += 1
         self.owner.broadcasts_state = False  # workers may have asked for it in different generations
         self._changed(reports)
 
     def _changed(self, reports: list[Report | None]) -> None:
         self.script.on_change(reports)
-
-    def _attempt(self, number: int) -> None:
-        """Begins an attempt at the reduction of this number, counted from 1, with the workers that count in it."""
-        self.world_size = self.members.size - (self._spared[1] if number == self._spared[0] else 0)
-        self.owner.reducer.begin(self.rank, self.members.size, self.world_size)
-
-    def _take_sum(self) -> None:
-        self.phase = AGREED
-        self.owner.reducer.deliver()
 
     def _someone_left(self) -> bool:
         """Returns whether another worker has left, and looks for it only now and then."""
@@ -233,8 +237,6 @@ class ElasticAllReduce(AsyncAllReduce):
                 if stuck := thread.is_alive():
                     self._thread = None
                     self._stuck.append(thread)
-                    if self.phase == SENT:
-                        self.owner.reducer.copies = []  # it may still write there
             if not stuck:
                 with contextlib.suppress(CollectiveError):
                     super()._end()
@@ -252,7 +254,7 @@ class ElasticAllReduce(AsyncAllReduce):
 
     def _report(self) -> Report:
         phase = self.phase if self.in_flight else AGREED
-        mine = {"launched": self.launched, "launched_phase": phase, "counts": self.counts}
+        mine = {"launched": self.launched, "launched_phase": phase}
         return mine | {"act": self._act, "act_phase": self._act_phase} | self.script.tell()
 
     def failure(self, reason: str, what: str = "") -> CollectiveError:

@@ -81,7 +81,7 @@ class IslandAllReduce(ElasticAllReduce):
     def _share_sums(self) -> None:
         """Gives all ranks the leader's sums."""
         state = self.owner.state.shared() if self.share(repairs=self._repairs)["repairs"] else []
-        for flat in filter(len, [*self.owner.reducer.live, *state]):
+        for flat in filter(len, [t for b in self.owner.reducer.buckets for t in (b.payload, b.rest)] + state):
             dist.broadcast(flat.view(torch.uint8), src=0)
 
     def sum_of_all(self, values: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class IslandAllReduce(ElasticAllReduce):
         requests = [hook for hook in owner.hooks if isinstance(hook, Requests)]
         mine = {"asked": sorted({name for hook in requests for name in hook.asked}), "reports": self._reports}
         mine["members"] = m.generation, m.names, m.planned
-        mine["workers"] = self.world_size, owner.reducer.scale, self.generation
+        mine["workers"] = self.world_size, owner.reducer.scale, self.generation, [*self.lost]
         all_told = of_all(mine | told)
         leader, self._reports = all_told[0], None
         for hook in requests:
@@ -114,7 +114,8 @@ class IslandAllReduce(ElasticAllReduce):
         if not self.leads:
             m.generation, m.names, m.planned = leader["members"]
             self.rank = m.rank * m.island + m.island_rank
-            self.world_size, owner.reducer.scale, self.generation = leader["workers"]
+            self.world_size, owner.reducer.scale, self.generation, lost = leader["workers"]
+            self.lost.update(lost)
         if leader["reports"] is not None:
             self.script.on_change(leader["reports"])
         return leader

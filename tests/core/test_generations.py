@@ -59,6 +59,7 @@ class Worker(Members):
             0,
         )  # the outer iterate, and the generation in which the run began, again if all were lost
         self.launched, self.phase, self.joining, self.lucky, self.ends = 0, AGREED, False, True, ""
+        self.lost = set[int]()  # rounds that the survivors of deaths have lost
         self.group_count = 0  # as torch counts its groups
         self.go, self.thread = threading.Semaphore(0), threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -137,14 +138,16 @@ class Worker(Members):
                 self.joining = not (self.planned or any(r["launched"] > self.launched for r in known))
                 if reports[self.rank] is known[0]:
                     self._serve(reports)
-            parts = self._round()
+            if (parts := self._round()) is None:
+                continue
             assert self.launched not in dict(self.x), "a sum counts once"
             self.x = (*self.x, (self.launched, parts))
             assert self.life >= max((life for life, _ in merged), default=0), "only the latest run advances"
             x, names = merged.setdefault((self.life, self.launched), (self.x, self.names))
             assert x == self.x, "the outer iterates are equal"
             assert {*names} & {*self.names}, "no two disjoint groups advance"
-        self._round()  # no worker ends before all have merged the last round
+        while self._round() is None:  # no worker ends before all have merged the last round
+            pass
         self.end()
 
     def _serve(self, reports: list[Any]) -> None:
@@ -152,17 +155,23 @@ class Worker(Members):
             self.store.set(f"donor/{self.generation}", json.dumps([self.launched, self.life, self.x]))
 
     def _mend(self, came: Any) -> list[Any]:
-        return self.meet({"launched": self.launched, "launched_phase": self.phase}, came)
+        reports = self.meet({"launched": self.launched, "launched_phase": self.phase}, came)
+        latest = max((r["launched"] for r in reports if r is not None), default=self.launched)
+        self.lost |= set() if agreed(reports, "launched", latest) else {latest}
+        self.phase = AGREED
+        return reports
 
-    def _round(self) -> str:
+    def _round(self) -> str | None:
+        """The names of all that count in the round; None if it is lost."""
         self.launched += 1
-        while True:
-            summed = self._sum("sum", self.rank == 0 and self.wanted())
-            self.phase = SENT if summed is None else SUMMED
-            if summed is not None and self._sum("token", False) is not None:
-                break
-            if agreed(self._mend("failed"), "launched", self.launched):
-                break
+        if self.launched in self.lost:  # for the others, and so for this one
+            return None
+        summed = self._sum("sum", self.rank == 0 and self.wanted())
+        self.phase = SENT if summed is None else SUMMED
+        if summed is None or self._sum("token", False) is None:
+            self._mend("failed")
+            if self.launched in self.lost:
+                return None
         assert summed is not None, "whoever goes on from a sum has it"
         self.phase, self.joining = AGREED, self.joining or summed[1]
         return summed[0]
@@ -303,6 +312,7 @@ class World:
             "launched",
             "life",
             "phase",
+            "lost",
             "joining",
             "x",
             "group_count",
