@@ -5,6 +5,7 @@ worker has received the number, all workers hold the sum. Only then is the sum m
 
 After a failure the survivors report how far each of them is. If one survivor has merged the round, or all hold its sum,
 the sum counts, with the dead worker's part. Otherwise the reduction is lost, on all survivors: it changes nothing.
+The training script's own sums do the same. The two kinds are counted apart.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..errors import CollectiveError, UserError, env_number
 from ..local_update import LocalUpdateMethod
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged, agreed
 
+KINDS = "launched", "summed"  # of reductions: the method's, and the training script's
 MOST = 1024  # workers: checksums are narrow enough for exact sums over as many workers
 LOOK_EVERY = 0.2  # seconds between two checks whether another worker has left
 GRACE = 1.0  # seconds for a collective to end after that
@@ -79,8 +81,9 @@ class ElasticAllReduce(AsyncAllReduce):
 
     Attributes:
         world_size: Number of workers in the reduction that started last.
-        phase: Phase of the reduction in flight.
-        lost: Numbers of the reductions that were lost, counted from 1. A worker that is late has yet to launch them.
+        summed: Number of the training script's sums.
+        lost: Numbers of the reductions that were lost, counted from 1, by kind, a key of a report. A worker that is
+            late has yet to start them.
         counts: Whether this worker's part counts.
         asked: Whether the last reduction that arrived has asked to let newcomers in.
     """
@@ -92,10 +95,10 @@ class ElasticAllReduce(AsyncAllReduce):
             raise UserError("elastic workers make their process groups themselves: leave out init_process_group()")
         super().__init__(device, **options)
         self.owner, self.members, self.script = owner, members, script
-        self._act, self._act_phase = 0, AGREED  # the training script's current or last sum
         self.place, self.places = env_number("RANK", 0), env_number("WORLD_SIZE", 1)
         self.most = MOST
-        self.phase, self.lost = AGREED, set[int]()
+        self.summed = 0
+        self.lost, self._phases = {kind: set[int]() for kind in KINDS}, dict.fromkeys(KINDS, AGREED)
         self.counts, self.asked = True, False
         self._made_for = 0  # the generation whose number of workers the reducers have
         self._stuck: list[threading.Thread] = []  # they wait for collectives that were left to themselves
@@ -106,7 +109,7 @@ class ElasticAllReduce(AsyncAllReduce):
     @property
     def is_lost(self) -> bool:
         """Whether the reduction that started last is lost."""
-        return self.launched in self.lost
+        return self.launched in self.lost["launched"]
 
     def launch(self, stages: Iterator[Stage]) -> None:
         """Starts a reduction, as AsyncAllReduce does, unless other workers have lost it already."""
@@ -116,27 +119,35 @@ class ElasticAllReduce(AsyncAllReduce):
             self._made_for, self.world_size = self.generation, self.members.size
             self.owner.make_reducers()
         with contextlib.suppress(CollectiveError):
-            return super().launch(iter(()) if self.launched + 1 in self.lost else self.in_phases(stages))
+            return super().launch(iter(()) if self.launched + 1 in self.lost["launched"] else self.in_phases(stages))
         self.mend()  # outside of `with`: an error's traceback would keep the group alive
 
     def in_phases(self, stages: Iterator[Stage]) -> Iterator[Stage]:
-        """Yields the sum of newcomers' requests, the steps of the sum, then the confirmation.
+        """Returns the steps of the sum, behind the sum of newcomers' requests, and the confirmation."""
+
+        def asking() -> Iterator[Stage]:
+            assert self.group is not None
+            asks = torch.zeros(1, device="cpu")  # on the host, so that no GPU waits
+            asks.fill_(self.rank == 0 and self.members.wanted())
+            yield sum_flats([asks], self.group)
+            yield from stages
+            self.asked = asks.item() > 0
+
+        return self._confirmed("launched", asking())
+
+    def _confirmed(self, kind: str, stages: Iterator[Stage]) -> Iterator[Stage]:
+        """Yields the steps of a sum, then the confirmation.
 
         Only one collective is in flight at a time. gloo closes a group's connections only when all its collectives
         have ended. If one had failed while a second one waited for a peer, and that peer waited for the first one, both
         would wait until the timeout.
         """
         assert self.group is not None
-        self.phase = SENT
-        asks = torch.zeros(1, device="cpu")  # on the host, so that no GPU waits
-        asks.fill_(self.rank == 0 and self.members.wanted())
-        token = torch.zeros(1, device="cpu")
-        yield sum_flats([asks], self.group)
+        self._phases[kind] = SENT
         yield from stages
-        self.asked = asks.item() > 0
-        self.phase = SUMMED
-        yield sum_flats([token], self.group)
-        self.phase = AGREED
+        self._phases[kind] = SUMMED
+        yield sum_flats([torch.zeros(1, device="cpu")], self.group)
+        self._phases[kind] = AGREED
 
     def done(self) -> bool:
         """Returns whether the reduction is done, as AsyncAllReduce does. Also checks whether a worker has left."""
@@ -163,26 +174,28 @@ class ElasticAllReduce(AsyncAllReduce):
         Raises:
             WorkersChanged: On all remaining workers, if a worker was lost and not all of them have the sum.
         """
-        self._act, self._act_phase, total, arrived = self._act + 1, SENT, values.clone(), False
+        self.summed, self._phases["summed"], total = self.summed + 1, SENT, values.clone()
+        if self.summed not in self.lost["summed"] and not self._sums(total):
+            self.mend()
+        if self.summed in self.lost["summed"]:
+            raise WorkersChanged
+        return total
 
-        def phases() -> Iterator[Stage]:
+    def _sums(self, total: Tensor) -> bool:
+        """Sums a tensor in place. Returns False if a worker was lost meanwhile."""
+
+        def stages() -> Iterator[Stage]:
             assert self.group is not None
             yield sum_flats([total], self.group)
-            self._act_phase = SUMMED
-            yield sum_flats([torch.zeros(1, device="cpu")], self.group)
 
         with contextlib.suppress(CollectiveError):
-            super().drain()  # one collective at a time, see in_phases
+            super().drain()  # one collective at a time, see _confirmed
             of_round = self.bytes_sent, self.seconds
-            self._begin(phases())
+            self._begin(self._confirmed("summed", stages()))
             self._end()
             self.bytes_sent, self.seconds = of_round
-            arrived = True
-        if not arrived and not agreed(self.mend(), "act", self._act):
-            self._act, self._act_phase = self._act - 1, AGREED
-            raise WorkersChanged
-        self._act_phase = AGREED
-        return total
+            return True
+        return False
 
     # -- another generation -----------------------------------------------------------------------------------
 
@@ -199,11 +212,13 @@ class ElasticAllReduce(AsyncAllReduce):
         self.group, self.rank = self.members.group, self.members.rank
         self.timed_groups = [self.group]
         known = [r for r in reports if r is not None]
-        latest = max((r["launched"] for r in known), default=self.launched)
-        self._act = max([self._act, *(r["act"] for r in known if r["act_phase"] == AGREED)])
-        if not agreed(reports, "launched", latest):
-            self.lost.add(latest)
-        self.phase = AGREED
+        for kind in KINDS:
+            latest = max((r[kind] for r in known), default=0)
+            if not agreed(reports, kind, latest):
+                self.lost[kind].add(latest)
+            self._phases[kind] = AGREED
+            if kind == "summed" and reports[self.rank] is None:
+                self.summed = latest
         self.generation += 1
         self.owner.broadcasts_state = False  # workers may have asked for it in different generations
         self._changed(reports)
@@ -253,9 +268,8 @@ class ElasticAllReduce(AsyncAllReduce):
     close = leave = let_go
 
     def _report(self) -> Report:
-        phase = self.phase if self.in_flight else AGREED
-        mine = {"launched": self.launched, "launched_phase": phase}
-        return mine | {"act": self._act, "act_phase": self._act_phase} | self.script.tell()
+        phases = {f"{kind}_phase": phase for kind, phase in self._phases.items()}
+        return {"launched": self.launched, "summed": self.summed} | phases | self.script.tell()
 
     def failure(self, reason: str, what: str = "") -> CollectiveError:
         """Returns the error, as AsyncAllReduce does. Leaves the group at once, so that no worker waits in vain."""

@@ -106,7 +106,7 @@ class IslandAllReduce(ElasticAllReduce):
         requests = [hook for hook in owner.hooks if isinstance(hook, Requests)]
         mine = {"asked": sorted({name for hook in requests for name in hook.asked}), "reports": self._reports}
         mine["members"] = m.generation, m.names, m.planned
-        mine["workers"] = self.world_size, owner.reducer.scale, self.generation, [*self.lost]
+        mine["workers"] = self.world_size, owner.reducer.scale, self.generation, [*self.lost["launched"]]
         all_told = of_all(mine | told)
         leader, self._reports = all_told[0], None
         for hook in requests:
@@ -115,7 +115,7 @@ class IslandAllReduce(ElasticAllReduce):
             m.generation, m.names, m.planned = leader["members"]
             self.rank = m.rank * m.island + m.island_rank
             self.world_size, owner.reducer.scale, self.generation, lost = leader["workers"]
-            self.lost.update(lost)
+            self.lost["launched"].update(lost)
         if leader["reports"] is not None:
             self.script.on_change(leader["reports"])
         return leader
