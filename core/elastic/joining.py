@@ -8,9 +8,8 @@ A death may lose the reduction in flight, on all survivors alike, so their outer
 In the paper's order the survivors lose that round's steps. After a change of workers, error feedback starts from zero.
 
 A newcomer joins at a boundary on which all workers have agreed, by a number that is summed with a reduction. There, all
-fragments are merged. It gets the outer state, buffers and optimizer of the first worker, over its own connection, while
-the other workers train on. It sends zeros for the current round, which do not count in the average. Then it trains from
-the outer iterate.
+fragments are merged. It gets the outer state, buffers and optimizer of the first worker, while the other workers train
+on. It sends zeros for the current round, which do not count in the average. Then it trains from the outer iterate.
 """
 
 from __future__ import annotations
@@ -110,7 +109,8 @@ class ElasticCO2(CO2):
                 self._serve(reports)
                 return False, None
             with contextlib.suppress(RuntimeError):  # the worker that sends it was lost
-                return not founding, self.members.fetch()
+                sender = next((rank for rank, report in enumerate(reports) if report is not None), 0)
+                return not founding, self.members.receive(sender)
             self.allreduce.let_go()
 
     @torch.no_grad()
@@ -141,6 +141,7 @@ class ElasticCO2(CO2):
         """Does what CO2 does. If no worker counts, the buffers become the buffers of the last average."""
         result, counts = super()._wait_allreduce(finished=finished), self._weight > 0
         self.allreduce.counts = True
+        self.members.sending.clear()
         if self.allreduce.is_lost:
             self._is_last = False  # another round follows, also if only a fragment was lost
             return ReduceResult(is_last=False, is_empty=False)
@@ -184,9 +185,8 @@ class ElasticCO2(CO2):
 
     def _serve(self, reports: list[Report | None]) -> None:
         """Sends the state to all other workers that have reported no state."""
-        newcomers = reports.count(None) - (reports[self.allreduce.rank] is None)
-        if newcomers:
-            self.members.serve(self.script.give(self), newcomers)
+        if newcomers := [rank for rank, r in enumerate(reports) if r is None and rank != self.allreduce.rank]:
+            self.members.send(self.script.give(self), newcomers)
 
     def _local_state(self) -> dict[str, Any]:
         """Returns the state for newcomers and checkpoints, without residuals, which are this worker's own."""

@@ -117,14 +117,15 @@ class Worker(Members):
             if all(r is None for r in reports) and self.rank == 0:
                 self.life = self.generation
                 return self._serve(reports)
-            try:
-                self._await(lambda: self.store.has(f"donor/{self.generation}"))
-            except RuntimeError:
-                self.leave()
-                continue
-            self.launched, self.life, x = json.loads(self.store.get(f"donor/{self.generation}"))
-            self.x = tuple(map(tuple, x))
-            return None
+            since, sender = self.world.now, next((i for i, r in enumerate(reports) if r is not None), 0)
+            while (sent := self.world.states.get(self.generation)) is None:
+                self.world.pause()
+                if self.world.lost(self.generation, [self.names[sender]]) or self.world.now - since > TIMEOUT:
+                    break
+            if sent is not None:
+                self.launched, self.life, self.x = sent
+                return None
+            self.leave()
 
     def _train(self) -> None:
         self._join()
@@ -152,7 +153,8 @@ class Worker(Members):
 
     def _serve(self, reports: list[Any]) -> None:
         if None in reports:
-            self.store.set(f"donor/{self.generation}", json.dumps([self.launched, self.life, self.x]))
+            self.world.states[self.generation] = self.launched, self.life, self.x
+            self.world.pause()
 
     def _mend(self, came: Any) -> list[Any]:
         reports = self.meet({"launched": self.launched, "launched_phase": self.phase}, came)
@@ -209,6 +211,7 @@ class World:
         self.store.world = self
         self.closed: set[tuple[int, str]] = set()  # (generation, name) of whoever has left a generation's group
         self.posts: dict[Any, dict[str, bool]] = {}
+        self.states: dict[int, Any] = {}  # what is sent to newcomers, by generation
         self.formed: dict[tuple[int, int], set[str]] = {}
         self.merged: dict[tuple[int, int], Any] = {}
         self.workers: list[Worker] = []
@@ -321,7 +324,7 @@ class World:
         values = {k: v for k, v in self.store.items() if not k.startswith("node/")}
         leader = {k: v for k, v in vars(self.agent.coordinator).items() if k not in ("store", "_beats")}
         sets = [sorted(self.closed), sorted(self.out), {n: sorted(names) for n, names in self.formed.items()}]
-        rest = (self.now, self.down, self.agent.started, self.agent._beats, self.posts, self.merged)
+        rest = (self.now, self.down, self.agent.started, self.agent._beats, self.posts, self.states, self.merged)
         return str((sorted(values.items()), workers, leader, sets, rest))
 
     def check_end(self) -> None:
