@@ -200,14 +200,16 @@ class ElasticAllReduce(AsyncAllReduce):
     # -- another generation -----------------------------------------------------------------------------------
 
     def mend(self, came: Came = "failed") -> list[Report | None]:
-        """Forms the next generation with the remaining workers. The reduction in flight counts, or is lost."""
-        self._drop()
-        reports = self.members.meet(self._report(), came)
-        self.adopt(reports)
-        return reports
+        """Forms the next generation with the remaining workers, and returns their reports by rank.
 
-    def adopt(self, reports: list[Report | None]) -> None:
-        """Uses the members' group for the reductions from now on. All workers find alike which reduction is lost."""
+        All workers find alike whether the reduction in flight counts or is lost.
+        """
+        self._drop()
+        mine = None
+        if came != "empty":
+            phases = {f"{kind}_phase": phase for kind, phase in self._phases.items()}
+            mine = {"launched": self.launched, "summed": self.summed} | phases | self.script.tell()
+        reports = self.members.meet(mine, came)
         assert self.members.group is not None
         self.group, self.rank = self.members.group, self.members.rank
         self.timed_groups = [self.group]
@@ -222,6 +224,7 @@ class ElasticAllReduce(AsyncAllReduce):
         self.generation += 1
         self.owner.broadcasts_state = False  # workers may have asked for it in different generations
         self._changed(reports)
+        return reports
 
     def _changed(self, reports: list[Report | None]) -> None:
         self.script.on_change(reports)
@@ -266,10 +269,6 @@ class ElasticAllReduce(AsyncAllReduce):
         self.members.leave(stuck)
 
     close = leave = let_go
-
-    def _report(self) -> Report:
-        phases = {f"{kind}_phase": phase for kind, phase in self._phases.items()}
-        return {"launched": self.launched, "summed": self.summed} | phases | self.script.tell()
 
     def failure(self, reason: str, what: str = "") -> CollectiveError:
         """Returns the error, as AsyncAllReduce does. Leaves the group at once, so that no worker waits in vain."""

@@ -8,7 +8,6 @@ lost, the launcher ends the remaining ranks.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,7 +25,7 @@ from ..hooks import Requests
 from ..local_update import CHANGED
 from .allreduce import ElasticAllReduce
 from .joining import ElasticCO2
-from .members import Members, Over, Report, WorkersChanged
+from .members import Members, Over, Report, WorkersChanged, packed, unpacked
 
 PATIENCE = 10  # timeouts that a rank waits for its leader, which may wait for other workers
 _groups: list[dist.ProcessGroup] = []  # keeps the island's group until the process ends, see connect
@@ -46,13 +45,11 @@ def connect(members: Members, device: torch.device) -> None:
 
 def share_state(state: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the leader's state, tensors and plain values, on all ranks. Other ranks give None."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    flat = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    flat = packed(state)
     size = of_all(len(flat))[0]
     flat = flat if state is not None else torch.empty(size, dtype=torch.uint8, device="cpu")
     dist.broadcast(flat, src=0)
-    return state or torch.load(io.BytesIO(flat.numpy().tobytes()), map_location="cpu", weights_only=True)
+    return state or unpacked(flat)
 
 
 class IslandAllReduce(ElasticAllReduce):

@@ -101,8 +101,7 @@ class ElasticCO2(CO2):
     def _first_state(self, found: Callable[[], None]) -> tuple[bool, dict[str, Any] | None]:
         """Meets the other workers. Returns whether they were training, and their state, None for the first worker."""
         while True:
-            reports = self.members.meet(None, "empty")
-            self.allreduce.adopt(reports)
+            reports = self.allreduce.mend("empty")
             founding = all(r is None for r in reports)
             if founding and self.allreduce.rank == 0:
                 found()
@@ -111,7 +110,6 @@ class ElasticCO2(CO2):
             with contextlib.suppress(RuntimeError):  # the worker that sends it was lost
                 sender = next((rank for rank, report in enumerate(reports) if report is not None), 0)
                 return not founding, self.members.receive(sender)
-            self.allreduce.let_go()
 
     @torch.no_grad()
     def _take_part(self) -> None:

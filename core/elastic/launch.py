@@ -79,7 +79,6 @@ class Coordinator:
         self.members: list[str] = self.store.read(f"generation/{self.generation}", {"names": []})["names"]
         # silent workers, which their launchers end; they never count as alive again
         self.out: list[str] = self.store.read("out", [])
-        self._listed_at, self._formed = time.monotonic(), False  # of the generation; whether all of it has reported
         self._waits_since: float | None = None  # start of the wait for members to come to the next generation
         self._beats: dict[int, tuple[int, float]] = {}  # each node's last beat, and when it was seen
 
@@ -99,7 +98,7 @@ class Coordinator:
         alive = [name for name in alive if name not in self.out]
         members = [name for name in self.members if name in alive]
         ready = [name for name in alive if name not in self.members and self.store.has(f"ready/{name}")]
-        now, silent = time.monotonic(), set[str]()
+        now = time.monotonic()
         if not members:  # at the start, or after all were lost
             if not ready or self.store.has("over"):
                 self._waits_since = None
@@ -114,13 +113,7 @@ class Coordinator:
             self.store.set(f"waiting/{self.generation}", "")
         keys = {name: f"came/{self.generation}/{name}" for name in members}
         came = {name: self.store.get(key).decode() for name, key in keys.items() if self.store.has(key)}
-        if not self._formed:
-            late = {name for name in members if not self.store.has(f"report/{self.generation}/{name}")}
-            self._formed = not late
-            silent |= late - {*came} if now - self._listed_at > float(self.store.get("patience")) else set()
-        if came and self._waits_too_long(now):
-            silent |= {*members} - {*came}
-        if silent:
+        if came and self._waits_too_long(now) and (silent := {*members} - {*came}):
             self._leave_out(silent)
         elif came and len(came) == len(members):
             holders = [name for name, kind in came.items() if kind != "empty"]
@@ -139,7 +132,6 @@ class Coordinator:
 
     def _list(self, names: list[str], planned: bool) -> None:
         self.generation, self.members, self._waits_since = self.generation + 1, names, None
-        self._listed_at, self._formed = time.monotonic(), False
         self.store.set(f"generation/{self.generation}", json.dumps({"names": names, "planned": planned}))
         for kind in OF_A_GENERATION if self.election else ():  # its workers have left it
             self.election.store.delete_below(f"elastic/{kind}/{self.generation - 2}/")

@@ -212,8 +212,7 @@ class Members:
 
         They take part in the next reduction after they have received it, so `sending` may be cleared then.
         """
-        torch.save(state, buffer := io.BytesIO())
-        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        data = packed(state)
         with contextlib.suppress(RuntimeError):  # a newcomer has died, so the next reduction fails
             for t in (torch.tensor([len(data)], device="cpu"), data):
                 self.sending += [t, *(dist.isend(t, group=self.group, group_dst=rank) for rank in ranks)]
@@ -223,7 +222,7 @@ class Members:
         dist.recv(size := torch.zeros(1, dtype=torch.int64, device="cpu"), group=self.group, group_src=rank)
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         dist.recv(data, group=self.group, group_src=rank)
-        return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
+        return unpacked(data)
 
     def end(self) -> None:
         """Ends the run, also for workers that wait to join it. The launcher takes no other end for the run's."""
@@ -280,6 +279,17 @@ class Members:
             if self.left() or time.monotonic() - since > self.timeout:
                 raise RuntimeError("a worker of the new generation was lost")
             time.sleep(0.005)
+
+
+def packed(state: Any) -> torch.Tensor:
+    """Returns a state, tensors and plain values, as bytes."""
+    torch.save(state, buffer := io.BytesIO())
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def unpacked(data: torch.Tensor) -> dict[str, Any]:
+    """Returns the state that `packed` got, and runs no code from it."""
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:
