@@ -148,6 +148,7 @@ class ElasticAllReduce(AsyncAllReduce):
         self._phases[kind] = SUMMED
         yield sum_flats([torch.zeros(1, device="cpu")], self.group)
         self._phases[kind] = AGREED
+        self.members.sending.clear()  # newcomers take part once they have received it
 
     def done(self) -> bool:
         """Returns whether the reduction is done, as AsyncAllReduce does. Also checks whether a worker has left."""

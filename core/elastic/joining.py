@@ -139,7 +139,6 @@ class ElasticCO2(CO2):
         """Does what CO2 does. If no worker counts, the buffers become the buffers of the last average."""
         result, counts = super()._wait_allreduce(finished=finished), self._weight > 0
         self.allreduce.counts = True
-        self.members.sending.clear()
         if self.allreduce.is_lost:
             self._is_last = False  # another round follows, also if only a fragment was lost
             return ReduceResult(is_last=False, is_empty=False)

@@ -90,7 +90,7 @@ class Members:
         names: Names of its workers, by rank.
         planned: Whether all workers came to this generation as agreed.
         group: Process group of its workers, over gloo. It is the default group, unless island is above 1.
-        sending: What this worker sends to newcomers, see `send`.
+        sending: What this worker sends to newcomers, which must stay until they have received it.
     """
 
     def __init__(self, store: Any, name: str, *, timeout: float = 600.0):
@@ -208,10 +208,7 @@ class Members:
         return self.store.has(f"waiting/{self.generation}")
 
     def send(self, state: dict[str, Any], ranks: Sequence[int]) -> None:
-        """Starts to send `state`, tensors and plain values, to these ranks of this generation.
-
-        They take part in the next reduction after they have received it, so `sending` may be cleared then.
-        """
+        """Starts to send `state`, tensors and plain values, to these ranks of this generation."""
         data = packed(state)
         with contextlib.suppress(RuntimeError):  # a newcomer has died, so the next reduction fails
             for t in (torch.tensor([len(data)], device="cpu"), data):
@@ -219,10 +216,15 @@ class Members:
 
     def receive(self, rank: int) -> dict[str, Any]:
         """Returns the state that `rank` sends. Raises RuntimeError if that worker is lost."""
-        dist.recv(size := torch.zeros(1, dtype=torch.int64, device="cpu"), group=self.group, group_src=rank)
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        dist.recv(data, group=self.group, group_src=rank)
-        return unpacked(data)
+
+        def received(t: torch.Tensor) -> torch.Tensor:
+            work = dist.irecv(t, group=self.group, group_src=rank)
+            assert work is not None
+            work.wait(timedelta(seconds=self.timeout))  # by default as long as the group had to connect
+            return t
+
+        size = received(torch.zeros(1, dtype=torch.int64, device="cpu"))
+        return unpacked(received(torch.empty(int(size), dtype=torch.uint8, device="cpu")))
 
     def end(self) -> None:
         """Ends the run, also for workers that wait to join it. The launcher takes no other end for the run's."""
