@@ -26,7 +26,7 @@ from ..errors import CollectiveError, UserError, env_number
 from ..local_update import LocalUpdateMethod
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged, agreed
 
-KINDS = "launched", "summed"  # of reductions: the method's, and the training script's
+KINDS: tuple[str, ...] = ("launched", "summed")  # of reductions: the method's, and the training script's
 MOST = 1024  # workers: checksums are narrow enough for exact sums over as many workers
 LOOK_EVERY = 0.2  # seconds between two checks whether another worker has left
 GRACE = 1.0  # seconds for a collective to end after that
@@ -165,7 +165,8 @@ class ElasticAllReduce(AsyncAllReduce):
             with contextlib.suppress(CollectiveError):
                 if there := super().drain():
                     for bucket in self.owner.reducer.buckets if self.is_lost else ():
-                        bucket.payload.zero_(), bucket.rest.zero_()
+                        bucket.payload.zero_()
+                        bucket.rest.zero_()
                 return there
             self.mend()
 

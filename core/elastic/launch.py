@@ -133,8 +133,9 @@ class Coordinator:
     def _list(self, names: list[str], planned: bool) -> None:
         self.generation, self.members, self._waits_since = self.generation + 1, names, None
         self.store.set(f"generation/{self.generation}", json.dumps({"names": names, "planned": planned}))
-        for kind in OF_A_GENERATION if self.election else ():  # its workers have left it
-            self.election.store.delete_below(f"elastic/{kind}/{self.generation - 2}/")
+        if self.election:
+            for kind in OF_A_GENERATION:  # its workers have left it
+                self.election.store.delete_below(f"elastic/{kind}/{self.generation - 2}/")
 
     def alive(self) -> list[str] | None:
         """Returns the names of the workers that are alive, or None until all nodes have started theirs."""
