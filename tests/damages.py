@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.checkpoint.stored import file_digest, plain_makers
+from core.checkpoint.stored import file_digest, plain_values
 
 
 def write_tar(path: Path, members: dict[str, Any] | list[tuple[str, Any]], mode: Any = "w") -> None:
@@ -95,7 +95,7 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """A worker's file that somebody has changed, with its right checksum; change: of the state."""
 
     def spoil(path: Path) -> None:
-        with torch.serialization.safe_globals(plain_makers()):
+        with plain_values():
             state = torch.load(path, weights_only=True)
         change(state)
         torch.save(state, path)

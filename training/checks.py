@@ -64,8 +64,8 @@ def moments(recipe: Recipe) -> int:
 def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
     """Returns the bytes of the method's state on one of `workers` workers, of which `node` synchronize every step.
 
-    Error feedback keeps one copy of the errors, and 1/n of a copy (elastic: 2/n) for the part that this worker
-    averages. L-GreCo keeps two more copies.
+    Error feedback keeps one copy of the errors, and 1/n of a copy for the part that this worker averages. L-GreCo keeps
+    two more copies.
     """
     trained = size_of(p for p in model.parameters() if p.requires_grad)
     method, trained = recipe.method, trained / (node if recipe.zero >= 2 else 1)
@@ -76,12 +76,10 @@ def held(recipe: Recipe, model: nn.Module, node: int, workers: int) -> float:
     copies: float = COPIES[method]
     copies += method == "co2" and recipe.co2.merge == "keep_local"
     copies += method == "co2" and recipe.co2.nesterov and recipe.co2.gap != "none"
-    if recipe.elastic and method != "zo":  # a copy of the sent buckets stays until the average arrives
-        config = recipe.co2.compression
-        narrow = config.format not in ("float32", "auto")
-        return trained * (copies + 1 + narrow * (1 + 2 / workers))
+    if recipe.elastic and recipe.co2.compression.format in ("float32", "auto"):
+        return trained * (copies + 1)  # a copy of what is sent
     config = recipe.ddp_compression if method == "ddp" else recipe.co2.compression  # pyright: ignore[reportAttributeAccessIssue]
-    among = workers if method == "ddp" else workers // node
+    among = workers if method == "ddp" or recipe.elastic else workers // node
     alone = workers == 1 and (method == "ddp" or config.format == "auto")  # then nothing is encoded
     if config.format != "float32" and method != "zo" and not alone:
         copies += {"ddp": 1, "local": 1}.get(method, 0)  # a payload, or an anchor for the differences that are sent

@@ -14,7 +14,6 @@ import tyro
 
 from core import CO2Config, UserError
 from core.baselines.table import REGISTRY, check_settings, spec_of
-from core.elastic.joining import check_elastic
 from training.data.files import paths_from_home
 from training.layout import Layout
 from training.optim import OptimConfig
@@ -176,7 +175,6 @@ class Recipe(OfMethods):
         self.leave_out("does not go with elastic", zero=0, shard=False, offload=False)
         if self.interval("eval_every", 1)[1]:
             raise UserError(f"elastic does not go with eval_every={self.eval_every}: give epochs or steps")
-        check_elastic(self.co2)
 
     def check(self, **ranges: tuple[float, float]) -> None:
         """Refuses a field outside its range. Both ends belong to the range."""

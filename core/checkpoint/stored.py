@@ -77,37 +77,35 @@ def write_flushed(path: Path, content: bytes | Callable[[IO[bytes]], Any]) -> No
         os.fsync(file.fileno())
 
 
-def plain_makers() -> list[Any]:
-    """Returns classes and functions of plain values for torch.serialization.safe_globals.
+def plain_values(*more: Any) -> Any:
+    """Lets torch.load read, in a `with` block, plain values of Python and NumPy, and `more` classes.
 
-    They are classes of Python, and of NumPy's arrays and scalars. Calling them runs no code from a file. NumPy 1 had
-    other names for its modules.
+    A schedule may hold NumPy's scalars. Calling the classes and functions of plain values runs no code from a file.
+    NumPy 1 had other names for its modules.
     """
     functions = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
     named = [(f, f"numpy.{core}.multiarray.{f.__name__}") for f in functions for core in ("core", "_core")]  # pyright: ignore
     dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdFDMmVUS"}
-    return [bytes, frozenset, PosixPath, PurePosixPath, np.ndarray, np.dtype, *dtypes, *named]
+    plain = [bytes, frozenset, PosixPath, PurePosixPath, np.ndarray, np.dtype, *dtypes, *named]
+    return torch.serialization.safe_globals([*plain, *more])
 
 
 def load_safely(file: Any, **options: Any) -> Any:
     """Calls torch.load such that it runs no code from the file."""
-    return torch.load(file, map_location="cpu", weights_only=True, **options)
+    with plain_values():
+        return torch.load(file, map_location="cpu", weights_only=True, **options)
 
 
-def unreadable(value: Any, remedy: str, load: Callable[[Any], Any] = load_safely, path: str = "") -> str:
-    """Describes the first value that `load` would not read back, with its path, or returns "".
+def unreadable(value: Any, path: str = "") -> str:
+    """Describes the first value in a state that `load_safely` would not read back, with its path, or returns "".
 
-    Args:
-        value: A state. Containers other than dict, list and tuple count as one value.
-        remedy: The end of the message, with {} for the names of the classes.
-        load: Reads a file of torch.save. It must be called inside safe_globals(plain_makers()).
-        path: The value's path in a larger state.
+    Containers other than dict, list and tuple count as one value.
     """
     kind = type(value)
     if kind in (dict, OrderedDict, list, tuple):
         named = value.items() if isinstance(value, dict) else enumerate(value)
         inner = [(at, part) for name, held in named for at, part in ((path, name), (f"{path}.{name}".strip("."), held))]
-        return next((said for at, part in inner if (said := unreadable(part, remedy, load, at))), "")
+        return next((said for at, part in inner if (said := unreadable(part, at))), "")
     if kind in (type(None), bool, int, float, str, Tensor) and not getattr(value, "__dict__", None):
         return ""
     buffer, what = io.BytesIO(), f"{path} is a {kind.__module__}.{kind.__qualname__}"
@@ -115,18 +113,16 @@ def unreadable(value: Any, remedy: str, load: Callable[[Any], Any] = load_safely
         torch.save(value, buffer)
     except Exception as error:  # pickle raises errors of many classes
         return f"{what}, which cannot be saved ({reason(error)}): keep it out of the state_dict"
-    with torch.serialization.safe_globals(plain_makers()):
-        try:
-            buffer.seek(0)
-            load(buffer)
-        except Exception:
-            buffer.seek(0)
+    try:
+        buffer.seek(0)
+        load_safely(buffer)
+    except Exception:
+        buffer.seek(0)
+        with plain_values():
             classes = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(buffer)) or "its class"
-            return f"{what}, which torch.load cannot read back: {remedy.format(classes)}"
+        remedy = f"call torch.serialization.add_safe_globals([{classes}]) where the program starts"
+        return f"{what}, which torch.load cannot read back: give plain values, or {remedy}"
     return ""
-
-
-REMEDY = "give plain values, or call torch.serialization.add_safe_globals([{}]) where the program starts"
 
 
 def on_host(state: Any, call: str = "save()") -> Any:
@@ -145,7 +141,7 @@ def on_host(state: Any, call: str = "save()") -> Any:
 
     try:
         found = map_leaves(copied, state)
-        if problem := unreadable(found, REMEDY):
+        if problem := unreadable(found):
             raise UserError(f"{call}: {problem}")
     except RecursionError:
         raise UserError(f"{call}: the state is nested too deeply: give a flat one") from None
@@ -232,8 +228,7 @@ def read(folder: Path, rank: int, files: Mapping[str, Any], part: str = "") -> d
         if file_digest(path) != files[name]["sha256"]:
             raise UserError(f"{name} is damaged, its checksum differs")
         try:  # mapped into memory, so that a worker reads only its part of another worker's file
-            with torch.serialization.safe_globals(plain_makers()):
-                return load_safely(path, mmap=True)
+            return load_safely(path, mmap=True)
         except OSError:
             raise
         except Exception as error:  # torch and zipfile raise errors of many classes

@@ -1,11 +1,11 @@
 """An all-reduce among workers that come and go. It never fails for the method that uses it.
 
-A reduction has two phases. First copies of the buckets are summed. Then an all-reduce of one number confirms the sum:
-once a worker has received the number, all workers hold the sum. Only then is the sum merged.
+A reduction has two phases. First the buckets are summed. Then an all-reduce of one number confirms the sum: once a
+worker has received the number, all workers hold the sum. Only then is the sum merged.
 
 After a failure the survivors report how far each of them is. If one survivor has merged the round, or all hold its sum,
-the sum counts, with the dead worker's part. Otherwise each survivor sends its part again, and the average is over the
-survivors.
+the sum counts, with the dead worker's part. Otherwise the reduction is lost, on all survivors: it changes nothing.
+The training script's own sums do the same. The two kinds are counted apart.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import AsyncAllReduce, Stage, sum_flats
+from ..buckets import copy
+from ..comm import AsyncAllReduce, Reducer, Stage, sum_flats
 from ..errors import CollectiveError, UserError, env_number
 from ..local_update import LocalUpdateMethod
 from .members import AGREED, SENT, SUMMED, Came, Members, Report, WorkersChanged, agreed
 
+KINDS: tuple[str, ...] = ("launched", "summed")  # of reductions: the method's, and the training script's
 MOST = 1024  # workers: checksums are narrow enough for exact sums over as many workers
 LOOK_EVERY = 0.2  # seconds between two checks whether another worker has left
 GRACE = 1.0  # seconds for a collective to end after that
@@ -53,6 +55,17 @@ class Script:
         """A new generation has begun, with these reports by rank, None for a worker without state."""
 
 
+class CopyReducer(Reducer):
+    """Sums copies of the buckets, because a collective that is left to itself may still write to what it sums."""
+
+    def of_bucket(self, i: int, group: dist.ProcessGroup | None, number: int, turn: int) -> Iterator[Stage]:  # noqa: ARG002
+        if group is not None:
+            sent = self.buckets[i].sent()
+            copies = [flat.clone() for flat in sent]
+            yield sum_flats(copies, group)
+            copy(sent, copies)
+
+
 class ElasticAllReduce(AsyncAllReduce):
     """An AsyncAllReduce whose process group may change while a reduction is in flight.
 
@@ -61,14 +74,16 @@ class ElasticAllReduce(AsyncAllReduce):
 
     Args:
         device: As for AsyncAllReduce.
-        owner: The method that uses this all-reduce, whose `reducer` is an ElasticReducer.
+        owner: The method that uses this all-reduce.
         members: The worker's generation, see Members.
         script: See Script.
         **options: Other arguments of AsyncAllReduce.
 
     Attributes:
-        world_size: Number of workers that count in the reduction in flight.
-        phase: Phase of the reduction in flight.
+        world_size: Number of workers in the reduction that started last.
+        summed: Number of the training script's sums.
+        lost: Numbers of the reductions that were lost, counted from 1, by kind, a key of a report. A worker that is
+            late has yet to start them.
         counts: Whether this worker's part counts.
         asked: Whether the last reduction that arrived has asked to let newcomers in.
     """
@@ -80,44 +95,60 @@ class ElasticAllReduce(AsyncAllReduce):
             raise UserError("elastic workers make their process groups themselves: leave out init_process_group()")
         super().__init__(device, **options)
         self.owner, self.members, self.script = owner, members, script
-        self._act, self._act_phase = 0, AGREED  # the training script's current or last sum
         self.place, self.places = env_number("RANK", 0), env_number("WORLD_SIZE", 1)
         self.most = MOST
-        self.phase = AGREED
+        self.summed = 0
+        self.lost, self._phases = {kind: set[int]() for kind in KINDS}, dict.fromkeys(KINDS, AGREED)
         self.counts, self.asked = True, False
-        self._spared: tuple[int, int] = 0, 0  # number of a reduction, and of the workers that do not count in it
+        self._made_for = 0  # the generation whose number of workers the reducers have
         self._stuck: list[threading.Thread] = []  # they wait for collectives that were left to themselves
         self._looked_at = 0.0
 
     # -- for the owner -------------------------------------------------------------------------------------------
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the reduction that started last is lost."""
+        return self.launched in self.lost["launched"]
+
     def launch(self, stages: Iterator[Stage]) -> None:
-        """Starts a reduction, as AsyncAllReduce does, of a copy of the buckets."""
-        for sent in self.owner.reducer.live if not self.counts else []:
-            sent.zero_()
-        self._attempt(self.launched + 1)
+        """Starts a reduction, as AsyncAllReduce does, unless other workers have lost it already."""
+        if not self.counts:
+            self.owner.exclude(torch.ones_like(self.owner.scalars["weight"], dtype=torch.bool))
+        if self._made_for != self.generation:
+            self._made_for, self.world_size = self.generation, self.members.size
+            self.owner.make_reducers()
         with contextlib.suppress(CollectiveError):
-            return super().launch(self.in_phases(stages))
+            return super().launch(iter(()) if self.launched + 1 in self.lost["launched"] else self.in_phases(stages))
         self.mend()  # outside of `with`: an error's traceback would keep the group alive
 
     def in_phases(self, stages: Iterator[Stage]) -> Iterator[Stage]:
-        """Yields the sum of newcomers' requests, the steps of the sum, then the confirmation.
+        """Returns the steps of the sum, behind the sum of newcomers' requests, and the confirmation."""
+
+        def asking() -> Iterator[Stage]:
+            assert self.group is not None
+            asks = torch.zeros(1, device="cpu")  # on the host, so that no GPU waits
+            asks.fill_(self.rank == 0 and self.members.wanted())
+            yield sum_flats([asks], self.group)
+            yield from stages
+            self.asked = asks.item() > 0
+
+        return self._confirmed("launched", asking())
+
+    def _confirmed(self, kind: str, stages: Iterator[Stage]) -> Iterator[Stage]:
+        """Yields the steps of a sum, then the confirmation.
 
         Only one collective is in flight at a time. gloo closes a group's connections only when all its collectives
         have ended. If one had failed while a second one waited for a peer, and that peer waited for the first one, both
         would wait until the timeout.
         """
         assert self.group is not None
-        self.phase = SENT
-        asks = torch.zeros(1, device="cpu")  # on the host, so that no GPU waits
-        asks.fill_(self.rank == 0 and self.members.wanted())
-        token = torch.zeros(1, device="cpu")
-        yield sum_flats([asks], self.group)
+        self._phases[kind] = SENT
         yield from stages
-        self.asked = asks.item() > 0
-        self.phase = SUMMED
-        yield sum_flats([token], self.group)
-        self._take_sum()
+        self._phases[kind] = SUMMED
+        yield sum_flats([torch.zeros(1, device="cpu")], self.group)
+        self._phases[kind] = AGREED
+        self.members.sending.clear()  # newcomers take part once they have received it
 
     def done(self) -> bool:
         """Returns whether the reduction is done, as AsyncAllReduce does. Also checks whether a worker has left."""
@@ -129,9 +160,14 @@ class ElasticAllReduce(AsyncAllReduce):
         return False
 
     def drain(self) -> bool:
+        """Does what AsyncAllReduce does. The buckets then hold the sums, or zeros if the reduction is lost."""
         while True:
             with contextlib.suppress(CollectiveError):
-                return super().drain()
+                if there := super().drain():
+                    for bucket in self.owner.reducer.buckets if self.is_lost else ():
+                        bucket.payload.zero_()
+                        bucket.rest.zero_()
+                return there
             self.mend()
 
     def sum_of_all(self, values: Tensor) -> Tensor:
@@ -140,72 +176,60 @@ class ElasticAllReduce(AsyncAllReduce):
         Raises:
             WorkersChanged: On all remaining workers, if a worker was lost and not all of them have the sum.
         """
-        self._act, self._act_phase, total, arrived = self._act + 1, SENT, values.clone(), False
+        self.summed, self._phases["summed"], total = self.summed + 1, SENT, values.clone()
+        if self.summed not in self.lost["summed"] and not self._sums(total):
+            self.mend()
+        if self.summed in self.lost["summed"]:
+            raise WorkersChanged
+        return total
 
-        def phases() -> Iterator[Stage]:
+    def _sums(self, total: Tensor) -> bool:
+        """Sums a tensor in place. Returns False if a worker was lost meanwhile."""
+
+        def stages() -> Iterator[Stage]:
             assert self.group is not None
             yield sum_flats([total], self.group)
-            self._act_phase = SUMMED
-            yield sum_flats([torch.zeros(1, device="cpu")], self.group)
 
         with contextlib.suppress(CollectiveError):
-            super().drain()  # one collective at a time, see in_phases
+            super().drain()  # one collective at a time, see _confirmed
             of_round = self.bytes_sent, self.seconds
-            self._begin(phases())
+            self._begin(self._confirmed("summed", stages()))
             self._end()
             self.bytes_sent, self.seconds = of_round
-            arrived = True
-        if not arrived and not agreed(self.mend(), "act", self._act):
-            self._act, self._act_phase = self._act - 1, AGREED
-            raise WorkersChanged
-        self._act_phase = AGREED
-        return total
+            return True
+        return False
 
     # -- another generation -----------------------------------------------------------------------------------
 
     def mend(self, came: Came = "failed") -> list[Report | None]:
-        """Forms the next generation with the remaining workers, and completes or repeats the reduction in flight."""
-        while True:
-            self._drop()
-            reports = self.members.meet(self._report(), came)
-            self.adopt(reports)
-            if not self.in_flight or self.phase == AGREED:
-                return reports
-            if agreed(reports, "launched", self.launched):
-                self._take_sum()
-                return reports
-            self.owner.reducer.undo()
-            self._attempt(self.launched)
-            with contextlib.suppress(CollectiveError):
-                self._begin(self.in_phases(self.owner.stages()))
-                return reports
+        """Forms the next generation with the remaining workers, and returns their reports by rank.
 
-    def adopt(self, reports: list[Report | None]) -> None:
-        """Uses the members' group for the reductions from now on."""
+        All workers find alike whether the reduction in flight counts or is lost.
+        """
+        self._drop()
+        mine = None
+        if came != "empty":
+            phases = {f"{kind}_phase": phase for kind, phase in self._phases.items()}
+            mine = {"launched": self.launched, "summed": self.summed} | phases | self.script.tell()
+        reports = self.members.meet(mine, came)
         assert self.members.group is not None
         self.group, self.rank = self.members.group, self.members.rank
         self.timed_groups = [self.group]
         known = [r for r in reports if r is not None]
-        latest = max((r["launched"] for r in known), default=self.launched)
-        self._act = max([self._act, *(r["act"] for r in known if r["act_phase"] == AGREED)])
-        newcomers = len(reports) - len(known) if known else 0
-        spared = sum(r["launched"] == latest and not r["counts"] for r in known)
-        self._spared = (latest + 1, newcomers) if newcomers else (latest, spared)
+        for kind in KINDS:
+            latest = max((r[kind] for r in known), default=0)
+            if not agreed(reports, kind, latest):
+                self.lost[kind].add(latest)
+            self._phases[kind] = AGREED
+            if kind == "summed" and reports[self.rank] is None:
+                self.summed = latest
         self.generation += 1
         self.owner.broadcasts_state = False  # workers may have asked for it in different generations
         self._changed(reports)
+        return reports
 
     def _changed(self, reports: list[Report | None]) -> None:
         self.script.on_change(reports)
-
-    def _attempt(self, number: int) -> None:
-        """Begins an attempt at the reduction of this number, counted from 1, with the workers that count in it."""
-        self.world_size = self.members.size - (self._spared[1] if number == self._spared[0] else 0)
-        self.owner.reducer.begin(self.rank, self.members.size, self.world_size)
-
-    def _take_sum(self) -> None:
-        self.phase = AGREED
-        self.owner.reducer.deliver()
 
     def _someone_left(self) -> bool:
         """Returns whether another worker has left, and looks for it only now and then."""
@@ -233,8 +257,6 @@ class ElasticAllReduce(AsyncAllReduce):
                 if stuck := thread.is_alive():
                     self._thread = None
                     self._stuck.append(thread)
-                    if self.phase == SENT:
-                        self.owner.reducer.copies = []  # it may still write there
             if not stuck:
                 with contextlib.suppress(CollectiveError):
                     super()._end()
@@ -249,11 +271,6 @@ class ElasticAllReduce(AsyncAllReduce):
         self.members.leave(stuck)
 
     close = leave = let_go
-
-    def _report(self) -> Report:
-        phase = self.phase if self.in_flight else AGREED
-        mine = {"launched": self.launched, "launched_phase": phase, "counts": self.counts}
-        return mine | {"act": self._act, "act_phase": self._act_phase} | self.script.tell()
 
     def failure(self, reason: str, what: str = "") -> CollectiveError:
         """Returns the error, as AsyncAllReduce does. Leaves the group at once, so that no worker waits in vain."""

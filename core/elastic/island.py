@@ -8,7 +8,6 @@ lost, the launcher ends the remaining ranks.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,7 +25,7 @@ from ..hooks import Requests
 from ..local_update import CHANGED
 from .allreduce import ElasticAllReduce
 from .joining import ElasticCO2
-from .members import Members, Over, Report, WorkersChanged
+from .members import Members, Over, Report, WorkersChanged, packed, unpacked
 
 PATIENCE = 10  # timeouts that a rank waits for its leader, which may wait for other workers
 _groups: list[dist.ProcessGroup] = []  # keeps the island's group until the process ends, see connect
@@ -46,13 +45,11 @@ def connect(members: Members, device: torch.device) -> None:
 
 def share_state(state: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the leader's state, tensors and plain values, on all ranks. Other ranks give None."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    flat = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    flat = packed(state)
     size = of_all(len(flat))[0]
     flat = flat if state is not None else torch.empty(size, dtype=torch.uint8, device="cpu")
     dist.broadcast(flat, src=0)
-    return state or torch.load(io.BytesIO(flat.numpy().tobytes()), map_location="cpu", weights_only=True)
+    return state or unpacked(flat)
 
 
 class IslandAllReduce(ElasticAllReduce):
@@ -81,7 +78,7 @@ class IslandAllReduce(ElasticAllReduce):
     def _share_sums(self) -> None:
         """Gives all ranks the leader's sums."""
         state = self.owner.state.shared() if self.share(repairs=self._repairs)["repairs"] else []
-        for flat in filter(len, [*self.owner.reducer.live, *state]):
+        for flat in filter(len, [t for b in self.owner.reducer.buckets for t in (b.payload, b.rest)] + state):
             dist.broadcast(flat.view(torch.uint8), src=0)
 
     def sum_of_all(self, values: Tensor) -> Tensor:
@@ -106,7 +103,7 @@ class IslandAllReduce(ElasticAllReduce):
         requests = [hook for hook in owner.hooks if isinstance(hook, Requests)]
         mine = {"asked": sorted({name for hook in requests for name in hook.asked}), "reports": self._reports}
         mine["members"] = m.generation, m.names, m.planned
-        mine["workers"] = self.world_size, owner.reducer.scale, self.generation
+        mine["workers"] = self.world_size, owner.reducer.scale, self.generation, [*self.lost["launched"]]
         all_told = of_all(mine | told)
         leader, self._reports = all_told[0], None
         for hook in requests:
@@ -114,7 +111,8 @@ class IslandAllReduce(ElasticAllReduce):
         if not self.leads:
             m.generation, m.names, m.planned = leader["members"]
             self.rank = m.rank * m.island + m.island_rank
-            self.world_size, owner.reducer.scale, self.generation = leader["workers"]
+            self.world_size, owner.reducer.scale, self.generation, lost = leader["workers"]
+            self.lost["launched"].update(lost)
         if leader["reports"] is not None:
             self.script.on_change(leader["reports"])
         return leader

@@ -3,12 +3,13 @@
 A generation is a process group whose workers stay the same. No worker joins it, and all of them leave it together. A
 small service (launch.py) lists the workers of each generation. It does not train, and outlives every worker.
 
-Nothing that a survivor has sent is lost, and the survivors' outer iterates stay equal bit for bit (allreduce.py).
+A death may lose the reduction in flight, on all survivors alike, so their outer iterates stay equal bit for bit
+(allreduce.py). With merge keep_local and with delay 0 the parameters keep its progress, which the next reduction sends.
+In the paper's order the survivors lose that round's steps. After a change of workers, error feedback starts from zero.
 
 A newcomer joins at a boundary on which all workers have agreed, by a number that is summed with a reduction. There, all
-fragments are merged. It gets the outer state, buffers and optimizer of the first worker, over its own connection, while
-the other workers train on. It sends zeros for the current round, which do not count in the average. Then it trains from
-the outer iterate.
+fragments are merged. It gets the outer state, buffers and optimizer of the first worker, while the other workers train
+on. It sends zeros for the current round, which do not count in the average. Then it trains from the outer iterate.
 """
 
 from __future__ import annotations
@@ -25,25 +26,12 @@ from torch import Tensor
 from ..buckets import copy_where
 from ..co2 import CO2
 from ..comm import Link
-from ..compression.formats import UNIFORM_FORMATS
 from ..config import CO2Config, CommonArgs, CompressionConfig, Schedule, build_args
-from ..errors import UserError
 from ..guards.inputs import tensors_of
 from ..hooks import Hook
 from ..local_update import ReduceResult
-from .allreduce import ElasticAllReduce, Script
+from .allreduce import CopyReducer, ElasticAllReduce, Script
 from .members import Members, Report, WorkersChanged
-from .reducers import ElasticQuantized, ElasticReducer
-
-
-def check_elastic(config: Any) -> None:
-    """Raises UserError for settings of a CO2Config that elastic workers do not support."""
-    if config.compression.format not in (*UNIFORM_FORMATS, "auto"):
-        raise UserError(
-            f"elastic does not go with compression.format={config.compression.format!r}: a round that a loss "
-            "interrupts is sent again, and L-GreCo's residuals, sums, factors and choices have changed by then, so "
-            "that undoing it would keep two more copies of the parameters; give a uniform format"
-        )
 
 
 class ElasticCO2(CO2):
@@ -68,18 +56,14 @@ class ElasticCO2(CO2):
         self.members, self.script = members, script or Script()
         self._joining = False  # whether all workers have agreed that newcomers may join
         c, params = config, tensors_of(params, "parameters")
-        check_elastic(c)
         if c.compression.format == "auto":
             c = replace(c, compression=CompressionConfig())
         c.compression.check(params, None)
         make = functools.partial(self._kind, owner=self, members=members, script=self.script)
         args = CommonArgs(buffers=buffers, timeout=timeout, link=link, hooks=hooks)
         built = build_args(c, args, schedule, allreduce=make)
-        built["reducer"] = lambda parts, scalars, *_: (
-            ElasticReducer(parts)
-            if c.compression.format == "float32"
-            else ElasticQuantized(parts, scalars, c.compression)
-        )
+        if c.compression.format == "float32":
+            built["reducer"] = CopyReducer
         self._build(params, c, schedule, **built)
         self._finite_buffers = [t.clone() for t in self._buffers]  # of the last average
 
@@ -117,16 +101,15 @@ class ElasticCO2(CO2):
     def _first_state(self, found: Callable[[], None]) -> tuple[bool, dict[str, Any] | None]:
         """Meets the other workers. Returns whether they were training, and their state, None for the first worker."""
         while True:
-            reports = self.members.meet(None, "empty")
-            self.allreduce.adopt(reports)
+            reports = self.allreduce.mend("empty")
             founding = all(r is None for r in reports)
             if founding and self.allreduce.rank == 0:
                 found()
                 self._serve(reports)
                 return False, None
             with contextlib.suppress(RuntimeError):  # the worker that sends it was lost
-                return not founding, self.members.fetch()
-            self.allreduce.let_go()
+                sender = next((rank for rank, report in enumerate(reports) if report is not None), 0)
+                return not founding, self.members.receive(sender)
 
     @torch.no_grad()
     def _take_part(self) -> None:
@@ -155,12 +138,38 @@ class ElasticCO2(CO2):
     def _wait_allreduce(self, *, finished: bool) -> ReduceResult:
         """Does what CO2 does. If no worker counts, the buffers become the buffers of the last average."""
         result, counts = super()._wait_allreduce(finished=finished), self._weight > 0
-        self._joining |= self.allreduce.asked
         self.allreduce.counts = True
+        if self.allreduce.is_lost:
+            self._is_last = False  # another round follows, also if only a fragment was lost
+            return ReduceResult(is_last=False, is_empty=False)
+        self._joining |= self.allreduce.asked
         if self._buffers and not self.fragment_index:
             copy_where(counts, self._finite_buffers, self._buffers)
             copy_where(~counts, self._buffers, self._finite_buffers)
         return result
+
+    def _outer_step(self, *, arrived: bool = True, takes_difference: bool = True) -> None:
+        """Does what CO2 does, without an average if the reduction is lost: x and m stay.
+
+        If the pass takes no difference, the parameters stay, too. So the next difference has the lost one's progress.
+        """
+        lost = arrived and self.allreduce.is_lost
+        if not lost or takes_difference:
+            super()._outer_step(arrived=arrived and not lost, takes_difference=takes_difference)
+
+    def _send_late_buffers(self) -> None:
+        super()._send_late_buffers()
+        while self.allreduce.is_lost:
+            self._start_allreduce(finished=True)
+            self._wait_allreduce(finished=True)
+            self._begin_round()
+
+    def make_reducers(self) -> None:
+        """Makes the reducers for the workers of a new generation, with zeros as error feedback."""
+        for fragment in self.fragments:
+            workers = self.allreduce.rank, self.allreduce.world_size
+            fragment.reducer = self._make_reducer(fragment.parts, self.scalars, *workers)
+        self.reducer = self._now.reducer
 
     def _let_join(self) -> None:
         """Lets newcomers into the group while nothing is in flight, unless another worker has already done so."""
@@ -173,9 +182,8 @@ class ElasticCO2(CO2):
 
     def _serve(self, reports: list[Report | None]) -> None:
         """Sends the state to all other workers that have reported no state."""
-        newcomers = reports.count(None) - (reports[self.allreduce.rank] is None)
-        if newcomers:
-            self.members.serve(self.script.give(self), newcomers)
+        if newcomers := [rank for rank, r in enumerate(reports) if r is None and rank != self.allreduce.rank]:
+            self.members.send(self.script.give(self), newcomers)
 
     def _local_state(self) -> dict[str, Any]:
         """Returns the state for newcomers and checkpoints, without residuals, which are this worker's own."""

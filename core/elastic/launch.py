@@ -55,10 +55,20 @@ def say(text: str) -> None:
 
 
 class Coordinator:
-    """Lists the generations of workers of some nodes, in the first node's launcher."""
+    """Lists the generations of workers of some nodes, in the first node's launcher.
 
-    def __init__(self, store: SealedStore, nodes: int):
+    With etcd, each launcher has one, and the elected one lists. etcd refuses its writes after it has lost the election.
+
+    Args:
+        store: The store.
+        nodes: Number of nodes.
+        etcd: The store below `store`, for this coordinator only.
+        node: Number of this node.
+    """
+
+    def __init__(self, store: SealedStore, nodes: int, etcd: EtcdStore | None = None, node: int = 0):
         self.store, self.nodes, self.generation = store, nodes, 0
+        self.election = Election(etcd, str(node), self._take_over) if etcd else None
         self._tells_at = time.monotonic() + SILENCE  # when it says that a node is missing
         self._take_over()
 
@@ -69,19 +79,26 @@ class Coordinator:
         self.members: list[str] = self.store.read(f"generation/{self.generation}", {"names": []})["names"]
         # silent workers, which their launchers end; they never count as alive again
         self.out: list[str] = self.store.read("out", [])
-        self._listed_at, self._formed = time.monotonic(), False  # of the generation; whether all of it has reported
         self._waits_since: float | None = None  # start of the wait for members to come to the next generation
         self._beats: dict[int, tuple[int, float]] = {}  # each node's last beat, and when it was seen
 
     def look(self) -> None:
-        """Lists the next generation if it is due."""
-        alive = self.alive()
-        if alive is None:
+        """Lists the next generation if it is due, unless another launcher does."""
+        if self.election is None:
+            return self._look()
+        try:
+            if self.election.leads():
+                self._look()
+        except NotLeading:
+            self.election.lose()
+
+    def _look(self) -> None:
+        if (alive := self.alive()) is None:
             return
         alive = [name for name in alive if name not in self.out]
         members = [name for name in self.members if name in alive]
         ready = [name for name in alive if name not in self.members and self.store.has(f"ready/{name}")]
-        now, silent = time.monotonic(), set[str]()
+        now = time.monotonic()
         if not members:  # at the start, or after all were lost
             if not ready or self.store.has("over"):
                 self._waits_since = None
@@ -96,13 +113,7 @@ class Coordinator:
             self.store.set(f"waiting/{self.generation}", "")
         keys = {name: f"came/{self.generation}/{name}" for name in members}
         came = {name: self.store.get(key).decode() for name, key in keys.items() if self.store.has(key)}
-        if not self._formed:
-            late = {name for name in members if not self.store.has(f"report/{self.generation}/{name}")}
-            self._formed = not late
-            silent |= late - {*came} if now - self._listed_at > float(self.store.get("patience")) else set()
-        if came and self._waits_too_long(now):
-            silent |= {*members} - {*came}
-        if silent:
+        if came and self._waits_too_long(now) and (silent := {*members} - {*came}):
             self._leave_out(silent)
         elif came and len(came) == len(members):
             holders = [name for name, kind in came.items() if kind != "empty"]
@@ -121,8 +132,10 @@ class Coordinator:
 
     def _list(self, names: list[str], planned: bool) -> None:
         self.generation, self.members, self._waits_since = self.generation + 1, names, None
-        self._listed_at, self._formed = time.monotonic(), False
         self.store.set(f"generation/{self.generation}", json.dumps({"names": names, "planned": planned}))
+        if self.election:
+            for kind in OF_A_GENERATION:  # its workers have left it
+                self.election.store.delete_below(f"elastic/{kind}/{self.generation - 2}/")
 
     def alive(self) -> list[str] | None:
         """Returns the names of the workers that are alive, or None until all nodes have started theirs."""
@@ -139,29 +152,6 @@ class Coordinator:
             if time.monotonic() - seen < SILENCE:
                 alive += told["alive"]
         return alive
-
-
-class ElectedCoordinator(Coordinator):
-    """The coordinator of one of several launchers. It lists generations while it leads; etcd refuses its later writes.
-
-    `etcd` is the store below `store`, for this coordinator only.
-    """
-
-    def __init__(self, etcd: EtcdStore, store: SealedStore, node: int, nodes: int):
-        super().__init__(store, nodes)
-        self.election = Election(etcd, str(node), self._take_over)
-
-    def look(self) -> None:
-        try:
-            if self.election.leads():
-                super().look()
-        except NotLeading:
-            self.election.lose()
-
-    def _list(self, names: list[str], planned: bool) -> None:
-        super()._list(names, planned)
-        for kind in OF_A_GENERATION:  # its workers have left it
-            self.election.store.delete_below(f"elastic/{kind}/{self.generation - 2}/")
 
 
 class Agent:
@@ -209,7 +199,9 @@ class Agent:
         elif node == 0:
             self.store.set("launcher", "here")
         self.store.get("launcher")  # raises for another secret
-        self.coordinator = Coordinator(self.store, nodes) if node == 0 else None
+        own = EtcdStore(etcd, node) if etcd else None
+        lists = etcd or node == 0
+        self.coordinator = Coordinator(self._sealed(own or self._served), nodes, own, node) if lists else None
         self.processes: dict[int, Any] = {}  # by slot, a rank's place on this node
         self.started = [0] * (workers // island)  # restarts of each worker
         self._failed: dict[int, int] = {}  # the first status of each worker of which a rank has failed
@@ -219,8 +211,6 @@ class Agent:
         if etcd:
             if self.store.has("over"):
                 raise UserError(f"--store {etcd}: the run of this name has ended: give another name")
-            own = EtcdStore(etcd, node)
-            self.coordinator = ElectedCoordinator(own, self._sealed(own), node, nodes)
             if told := self.store.read(f"node/{node}", None):  # a launcher of this node was lost: no name is used twice
                 self.started = [n + 1 for n in told["started"]]
         self._poll = 10 * POLL if etcd else POLL
@@ -238,12 +228,13 @@ class Agent:
         try:
             for worker in range(len(self.started)):
                 self._start(worker)
+            election = self.coordinator and self.coordinator.election
             # the launcher that serves the store outlives the workers of all nodes that have come
-            while self.processes or (type(self.coordinator) is Coordinator and self.coordinator.alive()):
+            while self.processes or (self.coordinator and not election and self.coordinator.alive()):
                 self.look()
                 time.sleep(self._poll)
-            if isinstance(self.coordinator, ElectedCoordinator):
-                self.coordinator.election.resign()
+            if election:
+                election.resign()
         finally:
             for process in self.processes.values():
                 process.kill()

@@ -21,7 +21,7 @@ from .members import Members
 def elastic_co2(
     params: Iterable[Tensor], config: CO2Config | None = None, *, members: Members, **args: Any
 ) -> ElasticCO2:
-    """Makes CO2 whose workers come and go, at the cost of one more copy of the parameters.
+    """Makes CO2 whose workers come and go. A float32 all-reduce in flight holds one more copy of the parameters.
 
     Checkpoints hold no residuals of error feedback, so a resumed run starts with zeros.
 
@@ -29,12 +29,9 @@ def elastic_co2(
 
     Args:
         params: As for CO2.
-        config: As for CO2. Compression lgreco is refused. Compression auto means float32.
+        config: As for CO2. Compression auto means float32.
         members: The worker's generation, see Members.
         **args: script, see Script. buffers, timeout, link, schedule and hooks as for CO2.
-
-    Raises:
-        UserError: For settings that elastic workers do not support.
     """
     return (IslandCO2 if members.island > 1 else ElasticCO2)(params, named_rule(config), members=members, **args)
 

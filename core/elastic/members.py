@@ -7,7 +7,6 @@ generations.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import io
 import json
 import os
@@ -26,15 +25,13 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from ..comm import set_timeout
 from ..errors import CollectiveError, UserError, env_number
 from ..groups import WORLD, is_alive
-from ..guards.failure import ANSWERS_WITHIN, read_line
 from ..guards.inputs import check_env
-from .etcd import ANSWER_WITHIN, EtcdStore
+from .etcd import EtcdStore
 from .sealed import SECRET, SealedStore
 
 Came = Literal["planned", "failed", "empty"]  # why a worker leaves its generation; empty: it has no state yet
 Report = dict[str, Any]  # a worker's report to the other workers of its next generation, as JSON
 
-PART = 1 << 20  # bytes of a state that are sent at once
 FORM_WITHIN = 0.5, 60.0  # seconds to connect to a listening worker before the next generation: at first, and at most
 BEAT = 2.0  # seconds between a worker's signs of life
 SENT, SUMMED, AGREED = range(3)  # phases of a sum over the workers
@@ -84,7 +81,6 @@ class Members:
     Args:
         store: The store that the coordinator holds.
         name: This worker's name, which is never used again.
-        address: Address at which other workers reach this machine.
         timeout: Seconds until a silent worker is left out.
 
     Attributes:
@@ -94,16 +90,18 @@ class Members:
         names: Names of its workers, by rank.
         planned: Whether all workers came to this generation as agreed.
         group: Process group of its workers, over gloo. It is the default group, unless island is above 1.
+        sending: What this worker sends to newcomers, which must stay until they have received it.
     """
 
-    def __init__(self, store: Any, name: str, *, address: str = "127.0.0.1", timeout: float = 600.0):
+    def __init__(self, store: Any, name: str, *, timeout: float = 600.0):
         self._served = store  # c10d loses a store of Python's with its last reference
         self.store = SealedStore(PrefixStore("elastic", store), os.environ.get(SECRET, ""))
-        self.name, self.address, self.timeout = name, address, timeout
+        self.name, self.timeout = name, timeout
         self.generation = 0
         self.names: list[str] = []
         self.planned = False
         self.group: dist.ProcessGroup | None = None
+        self.sending: list[Any] = []
         self.island = env_number("CO2_ISLAND", 1, least=1)
         self.island_rank = (slot := env_number("LOCAL_RANK", 0)) % self.island  # 0: the leader, see island.py
         self._beats = f"beat/{name}.{slot}"
@@ -118,25 +116,19 @@ class Members:
             launcher = f"python -m {__package__}.launch"
             raise UserError(f"elastic workers are started, and started again, by {launcher}: use it")
         check_env()
-        url, own, why = os.environ.get("CO2_STORE"), list[str](), ""
+        url, within = os.environ.get("CO2_STORE"), timedelta(seconds=timeout)
         host, port = os.environ.get("MASTER_ADDR", ""), env_number("MASTER_PORT", 29500)
         store: Any = EtcdStore(url) if url else None
-        for place in store.hosts if url else [(host, port)]:
-            try:
-                with socket.create_connection(place, ANSWER_WITHIN if url else timeout) as connection:
-                    own.append(connection.getsockname()[0])  # this machine's address, as the store's machine sees it
-            except (OSError, ValueError) as error:
-                why = str(error)
         try:
-            if own and not url:
-                within = timedelta(seconds=timeout)
+            if url:
+                store.check([""])
+            else:
+                socket.create_connection((host, port), timeout).close()  # TCPStore would try for as long
                 store = TCPStore(host, port, None, False, timeout=within, wait_for_workers=False)
-        except (RuntimeError, ValueError) as error:
-            own, why = [], str(error).partition("\n")[0]
-        if not own:
-            raise UserError(f"no store answers at {url or f'{host}:{port}'} ({why}): start its launcher first")
-        address = next((one for one in own if not one.startswith("127.")), own[0])
-        return cls(store, os.environ["CO2_WORKER"], address=address, timeout=timeout)
+        except (OSError, RuntimeError, ValueError) as error:
+            where, why = url or f"{host}:{port}", str(error).partition("\n")[0]
+            raise UserError(f"no store answers at {where} ({why}): start its launcher first") from None
+        return cls(store, os.environ["CO2_WORKER"], timeout=timeout)
 
     @property
     def rank(self) -> int:
@@ -195,6 +187,7 @@ class Members:
                 is closed in the background after them.
         """
         held, self.group = [self.group], None  # gloo closes the connections once nothing refers to the group
+        self.sending.clear()
         if is_alive(held[0]):
             dist.destroy_process_group(held[0])
 
@@ -214,51 +207,24 @@ class Members:
         """Returns whether newcomers are waiting."""
         return self.store.has(f"waiting/{self.generation}")
 
-    def serve(self, state: dict[str, Any], newcomers: int) -> None:
-        """Sends `state`, tensors and plain values, to `newcomers` workers of this generation, in the background."""
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        server, data = socket.create_server((self.address, 0)), buffer.getbuffer()
-        where = f"{self.address} {server.getsockname()[1]} {len(data)}"
-        proof, got, until = self.store.proof(where), list[int](), time.monotonic() + self.timeout
+    def send(self, state: dict[str, Any], ranks: Sequence[int]) -> None:
+        """Starts to send `state`, tensors and plain values, to these ranks of this generation."""
+        data = packed(state)
+        with contextlib.suppress(RuntimeError):  # a newcomer has died, so the next reduction fails
+            for t in (torch.tensor([len(data)], device="cpu"), data):
+                self.sending += [t, *(dist.isend(t, group=self.group, group_dst=rank) for rank in ranks)]
 
-        def send(connection: socket.socket) -> None:
-            with contextlib.suppress(OSError), connection:
-                if not hmac.compare_digest(read_line(connection, ANSWERS_WITHIN).encode(), proof):
-                    return
-                got.append(1)
-                if len(got) == newcomers:
-                    server.shutdown(socket.SHUT_RDWR)  # ends accept()
-                connection.settimeout(self.timeout)
-                for start in range(0, len(data), PART):  # the timeout is for each part
-                    connection.sendall(data[start : start + PART])
+    def receive(self, rank: int) -> dict[str, Any]:
+        """Returns the state that `rank` sends. Raises RuntimeError if that worker is lost."""
 
-        def accept() -> None:
-            with contextlib.suppress(OSError), server:  # a newcomer that has died does not come
-                while (left := until - time.monotonic()) > 0:
-                    server.settimeout(left)
-                    connection, _ = server.accept()
-                    # in a thread of its own: a stranger that neither sends nor reads delays no newcomer
-                    threading.Thread(target=send, args=(connection,), daemon=True).start()
+        def received(t: torch.Tensor) -> torch.Tensor:
+            work = dist.irecv(t, group=self.group, group_src=rank)
+            assert work is not None
+            work.wait(timedelta(seconds=self.timeout))  # by default as long as the group had to connect
+            return t
 
-        threading.Thread(target=accept, daemon=True).start()
-        self.store.set(f"donor/{self.generation}", where)
-
-    def fetch(self) -> dict[str, Any]:
-        """Returns the state that `serve` sends. Raises RuntimeError if the sender is lost."""
-        self._await(lambda: self.store.has(f"donor/{self.generation}"))
-        where = self.store.get(f"donor/{self.generation}").decode()
-        host, port, size = where.split()
-        try:
-            address = host, int(port)
-            with socket.create_connection(address, self.timeout) as connection, connection.makefile("rb") as sent:
-                connection.sendall(self.store.proof(where) + b"\n")
-                data = sent.read(int(size))
-            if len(data) < int(size):
-                raise OSError("the sender has gone")
-        except OSError as error:
-            raise RuntimeError(f"the state cannot be fetched: {error}") from None
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        size = received(torch.zeros(1, dtype=torch.int64, device="cpu"))
+        return unpacked(received(torch.empty(int(size), dtype=torch.uint8, device="cpu")))
 
     def end(self) -> None:
         """Ends the run, also for workers that wait to join it. The launcher takes no other end for the run's."""
@@ -315,6 +281,17 @@ class Members:
             if self.left() or time.monotonic() - since > self.timeout:
                 raise RuntimeError("a worker of the new generation was lost")
             time.sleep(0.005)
+
+
+def packed(state: Any) -> torch.Tensor:
+    """Returns a state, tensors and plain values, as bytes."""
+    torch.save(state, buffer := io.BytesIO())
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def unpacked(data: torch.Tensor) -> dict[str, Any]:
+    """Returns the state that `packed` got, and runs no code from it."""
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def agreed(reports: Sequence[Report | None], what: str, number: int) -> bool:

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from ..checkpoint.stored import plain_values
 from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
@@ -110,7 +111,7 @@ class CO2Training(CO2):
 
     def _load_own(self, *args: Any, **kwargs: Any) -> None:
         """Runs load_state(), which loads rank 0's model and optimizer, and then loads this worker's own state."""
-        with common.plain_values():
+        with plain_values():
             self._load_state(*args, **kwargs)
         common.load_own(WHO, f"{self._folder}/co2", **self._parts())
 

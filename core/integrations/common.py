@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..checkpoint.runs import Saver, load_newest, new_attempt, restore_optimizer
-from ..checkpoint.stored import plain_makers
 from ..co2 import CO2
 from ..config import CO2Config
 from ..errors import UserError
@@ -149,11 +148,6 @@ def shield_loaders(accelerator: Any) -> None:
         shield(loader)
     prepare = accelerator.prepare_data_loader
     accelerator.prepare_data_loader = lambda *args, **kwargs: shield(prepare(*args, **kwargs))
-
-
-def plain_values() -> Any:
-    """Lets torch.load read NumPy's scalars, which a schedule computed by NumPy leaves, and other plain values."""
-    return torch.serialization.safe_globals(plain_makers())
 
 
 def save_own(who: str, folder: str | os.PathLike[str], **parts: Any) -> None:

@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ..checkpoint.runs import random_state, set_random_state
+from ..checkpoint.stored import plain_values
 from ..config import CO2Config
 from ..errors import UserError
 from ..hooks import Requests
@@ -149,7 +150,7 @@ class CO2Strategy(common.InLoop, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self.co2 is None and self._module.trainer.state.fn == TrainerFn.FITTING:  # else no training resumes from it
             self._loaded = os.path.realpath(checkpoint_path)  # last.ckpt may be a link
-        with common.plain_values():
+        with plain_values():
             return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:

@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
+from ..checkpoint.stored import plain_values
 from ..config import CO2Config
 from ..errors import UserError
 from . import common
@@ -92,7 +93,7 @@ class CO2Callback(common.InLoop, TrainerCallback):
         folder = resume_from_checkpoint
         self._resumed = (get_last_checkpoint(self.trainer.args.output_dir) if folder is True else folder) or ""
         try:
-            with common.plain_values():
+            with plain_values():
                 return train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
             self.end_co2(failed=True)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from bench.chaos.crew import Crew
 from core import CO2, CO2Config, CompressionConfig, UserError, node_mesh, testing
 from core.elastic import elastic_co2
-from core.elastic.joining import check_elastic
 from core.elastic.members import Members
 from core.errors import env_number
 from core.testing import run_distributed
@@ -209,10 +208,6 @@ def cell(how: dict[str, Any], args: dict[str, Any], mesh: Any, setting: Setting,
 
 def elastic(placement: str, name: str) -> list[Trained]:
     """Elastic workers have their own processes for each cell."""
-    try:
-        check_elastic(SETTINGS[name].config)
-    except UserError as error:
-        return [Trained(str(error))] * RANKS
     size = PER_NODE if "mesh" in PLACEMENTS[placement] else 1
     with tempfile.TemporaryDirectory() as folder:
         crew = Crew(testing._context(), elastic_rank, (folder, placement, name), RANKS, island=size)

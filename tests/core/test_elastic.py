@@ -1,4 +1,4 @@
-"""Workers that come and go: the survivors stay equal, lose nothing that they have sent, and never stop."""
+"""Workers that come and go: the survivors stay equal, lose at most the reduction in flight, and never stop."""
 
 import itertools
 import json
@@ -89,7 +89,7 @@ class Worker(Script):
         self.allreduce = method.allreduce
         self._wait, method._wait_allreduce = method._wait_allreduce, self._waited  # pyright: ignore[reportAttributeAccessIssue]
         self.sizes: list[Any] = []
-        self.counted: dict[int, int] = {}  # round -> workers; so on
+        self.counted: dict[int, int] = {}  # round -> workers, 0 if it was lost; so on
         self.excluded: dict[int, int] = {}
         self.closed: dict[int, int] = {}  # its step
         self.taus: dict[int, Any] = {}  # tau and fragments of the next round
@@ -140,7 +140,7 @@ class Worker(Script):
 
     def _waited(self, *, finished: bool) -> Any:
         result = self._wait(finished=finished)
-        self.counted[self.method.rounds] = self.allreduce.world_size
+        self.counted[self.method.rounds] = 0 if self.allreduce.is_lost else self.allreduce.world_size
         self.excluded[self.method.rounds] = self.method.stats.excluded
         return result
 
@@ -200,6 +200,7 @@ PAPER = {"tau": 3}
 KEEP = {"tau": 3, "merge": "keep_local", "gap": "none", "delay": "auto", "outer_momentum": 0.0}
 INT4 = {"compression": CompressionConfig("int4")}
 PARTS = KEEP | {"fragments": 3, "delay": 1}  # all-reduce number 3 n + 1 is of the first part
+LGRECO = {"compression": CompressionConfig("lgreco", like="int4")}
 LOCAL_SGD = PAPER | INT4 | {"delay": 0, "gap": "none", "clip": None, "outer_momentum": 0.0}
 SLOW = pytest.mark.slow
 DEATHS = [
@@ -212,6 +213,7 @@ DEATHS = [
     ("0.0", "step 1", 8, PARTS),  # of the second part
     ("1.0", "summed", 9, PARTS | INT4),
     ("1.0", "local", 13, PARTS | {"delay": "auto"}),
+    ("1.0", "summed", 6, KEEP | LGRECO),
     *(pytest.param("1.0", f"step {n}", 3, settings | INT4, marks=SLOW) for n in range(5) for settings in (PAPER, KEEP)),
     *(pytest.param("0.0", f"step {n}", 4, LOCAL_SGD, marks=SLOW) for n in range(5)),
 ]
@@ -219,8 +221,8 @@ DEATHS = [
 
 @pytest.mark.parametrize(
     "settings",
-    [PAPER, KEEP | {"delay": 1}, PARTS, PAPER | INT4, LOCAL_SGD, PARTS | INT4],
-    ids=["paper", "keep", "fragments", "paper, int4", "local_sgd, int4", "fragments, int4"],
+    [PAPER, KEEP | {"delay": 1}, PARTS, PAPER | INT4, LOCAL_SGD, PARTS | INT4, PAPER | LGRECO],
+    ids=["paper", "keep", "fragments", "paper, int4", "local_sgd, int4", "fragments, int4", "L-GreCo"],
 )
 def test_without_a_loss_it_is_the_plain_method(tmp_path: Path, settings: dict[str, Any]):
     """Bit for bit, also in the buffers' part."""
@@ -240,7 +242,7 @@ def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str
 
 
 def test_a_slow_survivor_is_waited_for(tmp_path: Path):
-    """Worker 1 sends its part again some steps before worker 2 sends its first time."""
+    """Worker 1 loses the reduction some steps before worker 2 would start it."""
     status, ends = run(tmp_path, 3, PAPER, {"0.0": ("sent", 3), "2.0": ("slow", 12)})
     assert status == 0 and [[len(names) for _, names in end["sizes"]] for end in ends.values()] == [[3, 2]] * 2
     check_equal(ends)
@@ -248,8 +250,14 @@ def test_a_slow_survivor_is_waited_for(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "settings",
-    [LOCAL_SGD, PAPER | {"taus": [3, 5] * 20}, PARTS, *(pytest.param(s, marks=SLOW) for s in (PAPER, PARTS | INT4))],
-    ids=["local_sgd, int4", "schedule", "fragments", "paper", "fragments, int4"],
+    [
+        LOCAL_SGD,
+        PAPER | {"taus": [3, 5] * 20},
+        PARTS,
+        KEEP | LGRECO,
+        *(pytest.param(s, marks=SLOW) for s in (PAPER, PARTS | INT4)),
+    ],
+    ids=["local_sgd, int4", "schedule", "fragments", "L-GreCo", "paper", "fragments, int4"],
 )
 def test_one_that_comes_back_joins(tmp_path: Path, settings: dict[str, Any]):
     """Under a schedule the newcomer knows of what tau the round was that it joins, and of what the next one is."""
@@ -334,19 +342,28 @@ def test_a_plain_checkpoint_goes_on_elastic(tmp_path: Path, workers: int):
 
 
 SIMPLE = {"tau": 3, "outer_lr": 0.5, "outer_momentum": 0.2, "gap": "none", "clip": None}
+LATE = SIMPLE | {"merge": "keep_local", "delay": 1}
 
 
-@pytest.mark.parametrize(("where", "when", "sent"), [("sent", 3, [2]), ("boundary", 3, [2, 3]), ("local", 10, [2, 3])])
-def test_the_mean_is_over_those_that_have_sent(tmp_path: Path, where: str, when: int, sent: list[int]):
-    """The outer iterates are those of a plain loop in which worker 2 counts in the rounds that the survivors say; in
-    how many that may be is in `sent`: what is under way when it dies may arrive or not."""
-    _, ends = run(tmp_path, 3, SIMPLE, {"2.0": (where, when)})
+@pytest.mark.parametrize(
+    ("where", "when", "sent", "settings"),
+    [
+        ("sent", 3, [2], SIMPLE),
+        ("boundary", 3, [2, 3], SIMPLE),
+        ("local", 10, [2, 3], SIMPLE),
+        ("sent", 3, [2], LATE),
+        ("boundary", 3, [2, 3], LATE),
+    ],
+)
+def test_the_mean_is_over_those_that_have_sent(tmp_path: Path, where: str, when: int, sent: list[int], settings: Any):
+    """The outer iterates are those of a plain loop in which worker 2 counts in the rounds that the survivors say. In
+    how many that may be is in `sent`: what is under way when it dies may arrive, or is lost."""
+    _, ends = run(tmp_path, 3, settings, {"2.0": (where, when)})
     check_equal(ends)
-    counted = {int(number): workers for number, workers in ends["0.0"]["counted"].items()}
-    assert counted == {int(n): workers for n, workers in ends["1.0"]["counted"].items()}
-    with_it = sum(workers == 3 for workers in counted.values())
-    assert with_it in sent and set(counted.values()) == {2, 3}
-    check_trace(ends["0.0"]["trace"], by_hand(len(ends["0.0"]["trace"]), with_it))
+    with_it, lost = rounds_of(ends["0.0"])
+    assert (with_it, lost) == rounds_of(ends["1.0"])
+    assert with_it in sent and lost in ([2] if with_it == 2 else [None, 3])
+    check_trace(ends["0.0"]["trace"], by_hand(len(ends["0.0"]["trace"]), with_it, lost, settings=settings))
 
 
 def test_one_that_is_not_finite_is_left_out_also_after_a_loss(tmp_path: Path):
@@ -356,8 +373,7 @@ def test_one_that_is_not_finite_is_left_out_also_after_a_loss(tmp_path: Path):
     check_equal(ends)
     for end in ends.values():
         assert {number for number, workers in end["excluded"].items() if workers} == {"5"}
-        with_it = sum(workers == 3 for workers in end["counted"].values())
-        check_trace(end["trace"], by_hand(len(end["trace"]), with_it, alone=4))
+        check_trace(end["trace"], by_hand(len(end["trace"]), *rounds_of(end), alone=4))
 
 
 def test_the_only_worker_left_goes_on_from_the_outer_iterate(tmp_path: Path):
@@ -374,16 +390,33 @@ def check_trace(trace: dict[str, list[float]], expected: list[torch.Tensor]) -> 
         torch.testing.assert_close(ours, x, rtol=1e-9, atol=1e-9)
 
 
-def by_hand(rounds: int, with_third: int, alone: int | None = None) -> list[torch.Tensor]:
+def rounds_of(end: dict[str, Any]) -> tuple[int, int | None]:
+    """In how many rounds three workers have counted, and which round was lost, from 0."""
+    counted = {int(number): workers for number, workers in end["counted"].items()}
+    lost = [number for number, workers in counted.items() if workers == 0]
+    assert len(lost) < 2 and {*counted.values()} <= {0, 2, 3}
+    since = min(counted) if counted else 0
+    return sum(workers == 3 for workers in counted.values()), lost[0] - since if lost else None
+
+
+def by_hand(
+    rounds: int, with_third: int, lost: int | None, alone: int | None = None, settings: dict[str, Any] = SIMPLE
+) -> list[torch.Tensor]:
     """x after each of the boundaries, where the third worker counts in the first `with_third` rounds, and in round
-    `alone`, from 0, only the first."""
-    ref, workers = problems.reference(problems.Settings(**SIMPLE), 3, flat(problems.odd_parameters()))
+    `alone`, from 0, only the first. The average of round `lost` never arrives."""
+    ref, workers = problems.reference(problems.Settings(**settings), 3, flat(problems.odd_parameters()))
+    keeps = ref.merge == "keep_local"
     for t in range(rounds):
-        ref.weights = torch.tensor([1.0, float(t != alone), float(t < with_third)])
+        # x and m stay where the lost average would arrive
+        ref.alpha, ref.beta = (0.0, 1.0) if not keeps and t - 1 == lost else (0.5, 0.2)
+        ref.weights = torch.tensor([1.0, float(t != alone), float(t < with_third)]) * (keeps or t != lost)
         for step in range(3 * t, 3 * t + 3):
             ref.x.sub_(problems.LR * problems.gradient(ref.x, workers, step))
             ref.local_step()
-    return ref.outer[1:]
+        if keeps and t == lost:  # the next difference has this round's progress, too
+            ref.base += ref.in_flight.pop()[1]
+            ref.outer.append(ref.z)
+    return ref.outer[:] if keeps else ref.outer[1:]
 
 
 @pytest.mark.slow

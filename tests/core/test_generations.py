@@ -59,6 +59,7 @@ class Worker(Members):
             0,
         )  # the outer iterate, and the generation in which the run began, again if all were lost
         self.launched, self.phase, self.joining, self.lucky, self.ends = 0, AGREED, False, True, ""
+        self.lost = set[int]()  # rounds that the survivors of deaths have lost
         self.group_count = 0  # as torch counts its groups
         self.go, self.thread = threading.Semaphore(0), threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -116,14 +117,15 @@ class Worker(Members):
             if all(r is None for r in reports) and self.rank == 0:
                 self.life = self.generation
                 return self._serve(reports)
-            try:
-                self._await(lambda: self.store.has(f"donor/{self.generation}"))
-            except RuntimeError:
-                self.leave()
-                continue
-            self.launched, self.life, x = json.loads(self.store.get(f"donor/{self.generation}"))
-            self.x = tuple(map(tuple, x))
-            return None
+            since, sender = self.world.now, next((i for i, r in enumerate(reports) if r is not None), 0)
+            while (sent := self.world.states.get(self.generation)) is None:
+                self.world.pause()
+                if self.world.lost(self.generation, [self.names[sender]]) or self.world.now - since > TIMEOUT:
+                    break
+            if sent is not None:
+                self.launched, self.life, self.x = sent
+                return None
+            self.leave()
 
     def _train(self) -> None:
         self._join()
@@ -137,32 +139,41 @@ class Worker(Members):
                 self.joining = not (self.planned or any(r["launched"] > self.launched for r in known))
                 if reports[self.rank] is known[0]:
                     self._serve(reports)
-            parts = self._round()
+            if (parts := self._round()) is None:
+                continue
             assert self.launched not in dict(self.x), "a sum counts once"
             self.x = (*self.x, (self.launched, parts))
             assert self.life >= max((life for life, _ in merged), default=0), "only the latest run advances"
             x, names = merged.setdefault((self.life, self.launched), (self.x, self.names))
             assert x == self.x, "the outer iterates are equal"
             assert {*names} & {*self.names}, "no two disjoint groups advance"
-        self._round()  # no worker ends before all have merged the last round
+        while self._round() is None:  # no worker ends before all have merged the last round
+            pass
         self.end()
 
     def _serve(self, reports: list[Any]) -> None:
         if None in reports:
-            self.store.set(f"donor/{self.generation}", json.dumps([self.launched, self.life, self.x]))
+            self.world.states[self.generation] = self.launched, self.life, self.x
+            self.world.pause()
 
     def _mend(self, came: Any) -> list[Any]:
-        return self.meet({"launched": self.launched, "launched_phase": self.phase}, came)
+        reports = self.meet({"launched": self.launched, "launched_phase": self.phase}, came)
+        latest = max((r["launched"] for r in reports if r is not None), default=self.launched)
+        self.lost |= set() if agreed(reports, "launched", latest) else {latest}
+        self.phase = AGREED
+        return reports
 
-    def _round(self) -> str:
+    def _round(self) -> str | None:
+        """The names of all that count in the round; None if it is lost."""
         self.launched += 1
-        while True:
-            summed = self._sum("sum", self.rank == 0 and self.wanted())
-            self.phase = SENT if summed is None else SUMMED
-            if summed is not None and self._sum("token", False) is not None:
-                break
-            if agreed(self._mend("failed"), "launched", self.launched):
-                break
+        if self.launched in self.lost:  # for the others, and so for this one
+            return None
+        summed = self._sum("sum", self.rank == 0 and self.wanted())
+        self.phase = SENT if summed is None else SUMMED
+        if summed is None or self._sum("token", False) is None:
+            self._mend("failed")
+            if self.launched in self.lost:
+                return None
         assert summed is not None, "whoever goes on from a sum has it"
         self.phase, self.joining = AGREED, self.joining or summed[1]
         return summed[0]
@@ -200,6 +211,7 @@ class World:
         self.store.world = self
         self.closed: set[tuple[int, str]] = set()  # (generation, name) of whoever has left a generation's group
         self.posts: dict[Any, dict[str, bool]] = {}
+        self.states: dict[int, Any] = {}  # what is sent to newcomers, by generation
         self.formed: dict[tuple[int, int], set[str]] = {}
         self.merged: dict[tuple[int, int], Any] = {}
         self.workers: list[Worker] = []
@@ -303,6 +315,7 @@ class World:
             "launched",
             "life",
             "phase",
+            "lost",
             "joining",
             "x",
             "group_count",
@@ -311,7 +324,7 @@ class World:
         values = {k: v for k, v in self.store.items() if not k.startswith("node/")}
         leader = {k: v for k, v in vars(self.agent.coordinator).items() if k not in ("store", "_beats")}
         sets = [sorted(self.closed), sorted(self.out), {n: sorted(names) for n, names in self.formed.items()}]
-        rest = (self.now, self.down, self.agent.started, self.agent._beats, self.posts, self.merged)
+        rest = (self.now, self.down, self.agent.started, self.agent._beats, self.posts, self.states, self.merged)
         return str((sorted(values.items()), workers, leader, sets, rest))
 
     def check_end(self) -> None:

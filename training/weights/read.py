@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from core.checkpoint.runs import finished, load_newest, unlike, with_versions
-from core.checkpoint.stored import parse_json, plain_makers, reason, regular
+from core.checkpoint.stored import parse_json, plain_values, reason, regular
 from core.errors import UserError
 from training.data.files import printable
 from training.folder.run_folder import write_whole
@@ -201,7 +201,7 @@ def file_weights(path: Path, option: str) -> Weights:
             from safetensors.torch import load_file  # imported here, because pointcloud can do without the package
 
             return _unwrapped(load_file(path))
-        with torch.serialization.safe_globals([argparse.Namespace, *plain_makers()]):  # which training code saves, too
+        with plain_values(argparse.Namespace):  # which training code saves, too
             found = torch.load(path, "cpu", weights_only=True)
     except MemoryError:
         raise
