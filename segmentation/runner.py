@@ -21,7 +21,6 @@ import segmentation.registries  # noqa: F401
 # isort: split
 import torch
 import torch.distributed as dist
-import tyro
 from mmengine.config import Config, DictAction
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
@@ -33,6 +32,7 @@ from core.errors import UserError
 from segmentation.model import BASES, SCHEME, build_model
 from training.data.files import data_root, paths_from_home
 from training.optim import count_once
+from training.start.script import parse_options
 from training.start.workers import join, pick_device, rank, world_size
 from training.weights.read import classes_of, misnamed
 
@@ -76,8 +76,7 @@ class ConfigOptions:
 
 def train_config() -> None:
     """Runs the command: segmentation.train --config FILE.py."""
-    given = tyro.cli(ConfigOptions, prog="segmentation.train", use_underscores=True, console_outputs=rank() == 0)
-    given = paths_from_home(given)
+    given = paths_from_home(parse_options(ConfigOptions, prog="segmentation.train", use_underscores=True))
     config = read(given.config)
     for change in given.set:
         key, _, value = change.partition("=")
