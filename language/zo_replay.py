@@ -22,6 +22,7 @@ from language.finetune_recipes import RECIPES, FinetuneRecipe
 from language.zeroth import ScalarLog, ZerothOrder
 from language.zeroth.order import Noise, digest
 from training.data.files import from_home
+from training.start.errors import explained
 from training.start.script import launch, parse_options
 from training.weights.read import rebuilt
 
@@ -47,13 +48,11 @@ def read(folder: Path, model: Path) -> tuple[FinetuneRecipe, dict[str, Any]]:
     file = folder / "run.json"
     if not file.is_file():
         raise UserError(f"{file} is missing: give the folder `replay` that a run of method zo has written")
-    try:
+    with explained(f"{file} is damaged", "copy it again"):
         made = parse_json(file.read_text())
         recipe = rebuilt(replace(RECIPES["prompts"], model=model), {key: made["recipe"][key] for key in KEPT})
         made["before"], made["after"], made["noise"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is damaged ({error!r}): copy it again") from None
-    return recipe, made
+        return recipe, made
 
 
 def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path) -> None:

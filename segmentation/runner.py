@@ -32,6 +32,7 @@ from core.errors import UserError
 from segmentation.model import BASES, SCHEME, build_model
 from training.data.files import data_root, paths_from_home
 from training.optim import count_once
+from training.start.errors import explained
 from training.start.script import parse_options
 from training.start.workers import join, pick_device, rank, world_size
 from training.weights.read import classes_of, misnamed
@@ -191,10 +192,8 @@ def read(path: Path) -> Config:
         near = [str(f.relative_to(CONFIGS)) for f in sorted(CONFIGS.rglob(f"*{path.stem}*.py"))[:3]]
         hint = f"did you mean {', '.join(near)}?" if near else "give another"
         raise UserError(f"config={path}: no such file, neither here nor in {CONFIGS}: {hint}")
-    try:
+    with explained(f"config={path}: cannot be read", "mend it, or give another"):  # it is a Python program
         config = Config.fromfile(found)
-    except Exception as error:  # a config is a Python program
-        raise UserError(f"config={path}: cannot be read ({reason(error)})") from None
 
     def local(key: str, value: Any) -> Any:
         if key == "data_root" and isinstance(value, str) and value.startswith("data/") and not Path(value).exists():

@@ -24,8 +24,9 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from core import UserError
-from training.data.files import cached, damaged, entries, unreadable
+from training.data.files import cached, entries, unreadable
 from training.data.images import read_rgb
+from training.start.errors import explained
 
 T = TypeVar("T")
 END, PARTS = b"\0", b"\0\0"  # after each entry, and between the two lists; file names have no zero bytes
@@ -108,14 +109,12 @@ def listed_once(
     key = _hash(str(folder.resolve()), *_states(folder, names))
     while True:
         index = cached(f"index-{key}", lambda target: _write(target / "files", folder, *listing())) / "files"
-        try:
+        with explained(f"{index}: the list of images is damaged", f"remove {index.parent}, it is made again"):
             content = index.read_bytes()
             listed, folders = ([os.fsdecode(n) for n in part.split(END) if n] for part in content.split(PARTS))
             found = [read(entry) for entry in listed]
-        except (OSError, ValueError) as error:
-            raise damaged("the images' index", index, type(error).__name__) from None
-        if not found or None in found or len(folders) % 2:
-            raise damaged("the images' index", index, "an entry names no image")
+            if not found or None in found or len(folders) % 2:
+                raise ValueError("an entry names no image")
         now = _states(folder, folders[::2])
         if now == folders[1::2]:
             return found  # pyright: ignore[reportReturnType]

@@ -15,6 +15,7 @@ import numpy as np
 
 from core.checkpoint.stored import reason
 from core.errors import UserError
+from training.start.errors import explained
 
 T = TypeVar("T")
 
@@ -129,18 +130,10 @@ def _unwritable(cache: Path, error: OSError) -> UserError:
     return UserError(f"the cache {cache} cannot be written ({reason(error)}): set CO2_CACHE to another folder")
 
 
-def damaged(what: str, file: Path, why: object) -> UserError:
-    """Returns the error for a damaged file in the cache, in one line."""
-    return UserError(f"{file}: the cache of {what} is damaged ({why}): remove {file.parent}, it is made again")
-
-
-def read_arrays(path: Path, *names: str) -> list[np.ndarray]:
-    """Returns arrays of an .npz file. Raises ValueError, in one line, if it is damaged or lacks one of them."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return [np.asarray(file[name]) for name in names]
-    except Exception as error:  # zipfile, zlib and NumPy raise many kinds of errors
-        raise ValueError(reason(error)) from None
+def read_arrays(path: Path, *names: str, remedy: str = "copy it again") -> list[np.ndarray]:
+    """Returns arrays of an .npz file. Raises UserError, with the remedy, if it is damaged or lacks one of them."""
+    with explained(f"{path} cannot be read", remedy), np.load(path, allow_pickle=False) as file:
+        return [np.asarray(file[name]) for name in names]
 
 
 def printable(text: str) -> str:
