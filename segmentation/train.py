@@ -24,6 +24,7 @@ from segmentation.metrics import SegmentationMetric, side_by_side
 from segmentation.model import build_model, check_sync_bn, share_statistics, upernet
 from training.data.samples import steps_per_epoch
 from training.elastic import repeated
+from training.loop.kinds import open_run
 from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule
 from training.start.workers import to_device
@@ -38,7 +39,7 @@ def main() -> None:
         return dry_run(recipe, make_model)
     train_set = Scenes(build_dataset(recipe.dataset, "train"))
     eval_sets = {split: Scenes(build_dataset(recipe.dataset, split)) for split in EVAL_SPLITS[recipe.dataset]}
-    with Run(recipe) as run:
+    with open_run(recipe) as run:
         train(run, recipe, train_set, eval_sets)
 
 

@@ -18,6 +18,7 @@ from core.checkpoint.stored import reason
 from core.errors import UserError
 from training.data.samples import eval_share, steps_per_epoch
 from training.elastic import repeated
+from training.loop.kinds import open_run
 from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, count_once, evaluating, make_optimizer, make_schedule
 from training.weights.read import keep_names, load_weights
@@ -35,7 +36,7 @@ def main() -> None:
     if recipe.dry_run:
         return dry_run(recipe, make_model)
     train_set, test_set = data.load(recipe.dataset)
-    with Run(recipe) as run:
+    with open_run(recipe) as run:
         train(run, recipe, train_set, test_set)
 
 
