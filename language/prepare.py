@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core.checkpoint.stored import parse_json
 from core.errors import UserError
-from training.data.files import build_whole, from_home, unreadable
+from training.data.files import build_whole, unreadable
 from training.start.errors import explained
 from training.start.script import launch, parse_options
 
@@ -69,7 +69,7 @@ def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
     names a folder that cannot be read.
     """
     files: list[Path] = []
-    for source in map(from_home, sources):
+    for source in sources:
         if (source / "dataset_dict.json").is_file():
             raise UserError(f"{source} holds several splits: name one of them, such as {source / 'train'}")
         if (source / "dataset_info.json").is_file():
@@ -357,8 +357,8 @@ def prepare(
         val: Sources for val.bin, if a data set has its own split.
         seed: Seed that chooses the held-out documents.
     """
-    out, files, held_files = from_home(out), text_files(sources), text_files(val)
-    own = read_tokenizer(from_home(tokenizer)) if tokenizer is not None else None
+    files, held_files = text_files(sources), text_files(val)
+    own = read_tokenizer(tokenizer) if tokenizer is not None else None
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")
     once = Counter(file.resolve() for file in (*files, *held_files))

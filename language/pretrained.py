@@ -112,11 +112,8 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> nn.Module:
     adapters = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
     )
-    try:
-        with seeded(mix(seed)):
-            return peft.get_peft_model(model, adapters).eval()
-    except ValueError as error:
-        raise UserError(f"lora.targets={' '.join(config.targets)}: {error}") from None
+    with explained(f"lora.targets={' '.join(config.targets)}", "name linear layers of the model"), seeded(mix(seed)):
+        return peft.get_peft_model(model, adapters).eval()
 
 
 def check_causal(model: nn.Module, folder: Path) -> None:

@@ -21,7 +21,6 @@ from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe
 from language.zeroth import ScalarLog, ZerothOrder
 from language.zeroth.order import Noise, digest
-from training.data.files import from_home
 from training.start.errors import explained
 from training.start.script import launch, parse_options
 from training.weights.read import rebuilt
@@ -63,7 +62,6 @@ def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path
         model: The folder of the model that the run began with.
         out: The folder to write. It appears only when it is complete.
     """
-    run, model, out = map(from_home, (run, model, out))
     recipe, made = read(run, model)
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")

@@ -30,7 +30,7 @@ import core.integrations.mmengine  # noqa: F401, registers CO2Hook
 from core.checkpoint.stored import reason
 from core.errors import UserError
 from segmentation.model import BASES, SCHEME, build_model
-from training.data.files import data_root, paths_from_home
+from training.data.files import data_root
 from training.optim import count_once
 from training.start.errors import explained
 from training.start.script import parse_options
@@ -77,7 +77,7 @@ class ConfigOptions:
 
 def train_config() -> None:
     """Runs the command: segmentation.train --config FILE.py."""
-    given = paths_from_home(parse_options(ConfigOptions, prog="segmentation.train", use_underscores=True))
+    given = parse_options(ConfigOptions, prog="segmentation.train", use_underscores=True)
     config = read(given.config)
     for change in given.set:
         key, _, value = change.partition("=")

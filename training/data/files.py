@@ -1,6 +1,5 @@
 """Files of data: the folder of data sets, the cache, and paths and names as users and other programs write them."""
 
-import dataclasses
 import errno
 import fcntl
 import os
@@ -16,6 +15,7 @@ import numpy as np
 from core.checkpoint.stored import reason
 from core.errors import UserError
 from training.start.errors import explained
+from training.start.script import from_home
 
 T = TypeVar("T")
 
@@ -23,24 +23,6 @@ T = TypeVar("T")
 def data_root() -> Path:
     """Returns the folder that CO2_DATA names, with ~ expanded, or else `data` in the working directory."""
     return from_home(os.environ.get("CO2_DATA") or "data")
-
-
-def from_home(path: str | Path) -> Path:
-    """Returns the path with ~ and ~user replaced by that home folder. A shell does so only at the start of a word."""
-    found = os.path.expanduser(path)
-    if (first := found.split(os.sep)[0]).startswith("~") and not os.path.lexists(first):
-        raise UserError(f"{path}: {first} is no user here: give the whole path")
-    return Path(found)
-
-
-def paths_from_home(options: T) -> T:
-    """Returns the dataclass with from_home applied to every path in its fields."""
-    changed = {}
-    for f in dataclasses.fields(options):  # pyright: ignore[reportArgumentType]
-        value = getattr(options, f.name)
-        if isinstance(value, Path) and str(value).startswith("~"):
-            changed[f.name] = from_home(value)
-    return dataclasses.replace(options, **changed) if changed else options  # pyright: ignore[reportArgumentType]
 
 
 def hidden(path: str | Path, folder: str | Path) -> bool:

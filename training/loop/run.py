@@ -108,7 +108,8 @@ class Run(Progress):
     def _leave(self, failed: bool) -> None:
         """Waits for the checkpoint that is being written, unless the run failed, and leaves the other workers."""
         if self._saver is not None and not failed:
-            self.snapshots.hand_over()  # if the loop ended without stop() or end()
+            if isinstance(getattr(self, "method", None), LocalUpdateMethod):
+                self.snapshots.hand_over()  # if the loop ended without stop() or end()
             self._saver.close()
         elif self._saver is not None:
             self._saver.abandon()

@@ -17,9 +17,9 @@ import torch
 
 from core.checkpoint.stored import parse_json
 from core.errors import UserError
-from training.data.files import from_home
 from training.recipe import find
 from training.start.errors import explained
+from training.start.script import from_home
 from training.start.workers import least_seconds
 
 # bytes per value that an activation function keeps in addition to its input and its result

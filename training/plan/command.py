@@ -9,7 +9,6 @@ from pathlib import Path
 from time import perf_counter
 
 from core.errors import UserError
-from training.data.files import paths_from_home
 from training.layout import Layout
 from training.plan import time
 from training.plan.case import (
@@ -202,7 +201,6 @@ def sbatch(c: Case, words: list[str], recipe: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(Options, prog="python -m training.plan", args=argv, use_underscores=True)
-    options = paths_from_home(options)
     options.check()
     named = Layout.parse(options.layout) if options.layout else None
     asked = case(options)

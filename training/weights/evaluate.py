@@ -15,7 +15,6 @@ import tyro
 from torch import nn
 
 from core.checkpoint.runs import finished
-from training.data.files import paths_from_home
 from training.folder.run_folder import table
 from training.folder.settings import settings
 from training.loop.progress import Progress
@@ -59,7 +58,7 @@ class Evaluation(Progress):
 
 def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
     """Runs the command `prog` of the task with these recipes."""
-    given = paths_from_home(parse_options(EvaluateOptions, prog=prog))
+    given = parse_options(EvaluateOptions, prog=prog)
     recipe = read_recipe(given.run, kind)
     if given.out and rank() == 0:
         _check_file(given.out)

@@ -17,7 +17,7 @@ import tyro
 from torch import Tensor, nn
 
 from core.errors import UserError
-from training.data.files import paths_from_home, share
+from training.data.files import share
 from training.recipe import Recipe
 from training.start.errors import explained
 from training.start.script import parse_options
@@ -68,7 +68,7 @@ class Graph(nn.Module):
 
 def export_run(task: Exporter[R], prog: str) -> None:
     """Runs the command."""
-    given = paths_from_home(parse_options(ExportOptions, prog=prog))
+    given = parse_options(ExportOptions, prog=prog)
     recipe = read_recipe(given.run, task.kind)
     model = task.build(recipe, lambda like: read_weights(given.run, like, "run")).eval()
     load_weights(model, given.run, "run")
