@@ -26,8 +26,9 @@ from sklearn.datasets import load_digits, load_sample_images
 from core import UserError
 from segmentation.recipes import DataName
 from training.data.files import data_root, hidden, missing, read_arrays
-from training.data.images import read_mask, read_rgb, readable
+from training.data.images import read_mask, read_rgb
 from training.data.samples import Key, Keyed
+from training.start.errors import explained
 
 Bytes = NDArray[np.uint8]
 
@@ -113,6 +114,9 @@ CAMVID_PALETTE = [
 # -- reading files that may be broken ---------------------------------------------------------------------------
 
 
+WITH_ITS_PAIR = "fetch it again, or remove the image and its mask"
+
+
 @TRANSFORMS.register_module()
 class LoadImage(BaseTransform):
     """Reads results["img_path"] into `img`, uint8 [h, w, 3] BGR. A UserError names the file.
@@ -123,7 +127,7 @@ class LoadImage(BaseTransform):
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
         path = results["img_path"]
-        with readable(path):
+        with explained(f"{path}: not a readable image", WITH_ITS_PAIR):
             image = np.asarray(read_rgb(path, path, upright=True))
         results["img"] = np.ascontiguousarray(image[..., ::-1])
         results["img_shape"] = results["ori_shape"] = image.shape[:2]
@@ -147,7 +151,7 @@ class LoadMask(BaseTransform):
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
         path, shift = results["seg_map_path"], int(results["reduce_zero_label"])
-        with readable(path):
+        with explained(f"{path}: not a readable mask", WITH_ITS_PAIR):
             mask = read_mask(path, results.get("colors", ()), shift)
         # An image that is resized for testing keeps the mask's size in ori_shape.
         if mask.shape != tuple(results["ori_shape"]):

@@ -32,11 +32,11 @@ from torch.utils.data import Dataset
 
 from core import UserError
 from training.data.files import cached, data_root, missing, read_arrays
-from training.data.images import read_rgb, readable
+from training.data.images import read_rgb
 from training.data.samples import Key, eval_keys, generator, load_batches, mix, seeded, train_keys
 from training.start.errors import explained
 from training.start.workers import to_device, upload
-from vision.index import Pictures, Shards, tars
+from vision.index import Samples, in_folders, in_shards, tars
 from vision.model import image_size, weights_config
 from vision.recipes import VisionRecipe
 
@@ -84,7 +84,6 @@ def mirrored(places: Tensor, size: int) -> Tensor:
 # -- ImageNet ---------------------------------------------------------------------------------------------------------
 
 
-Samples = Pictures | Shards
 STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 
@@ -117,7 +116,7 @@ class ImageNet:
     """Labeled images in class folders or tar shards. DataLoader workers decode and augment them."""
 
     def __init__(self, folder: Path):
-        self.samples: Samples = Shards(folder) if tars(folder) else Pictures(folder)
+        self.samples = in_shards(folder) if tars(folder) else in_folders(folder)
         self.classes = self.samples.classes
 
     def number_as(self, classes: tuple[str, ...]) -> None:
@@ -125,7 +124,7 @@ class ImageNet:
         if classes != self.classes:
             place = {name: i for i, name in enumerate(classes)}
             to = [place[name] for name in self.classes]
-            self.samples.samples = [(*image, to[label]) for *image, label in self.samples.samples]  # pyright: ignore
+            self.samples.samples = [(*image, to[label]) for *image, label in self.samples.samples]
             self.classes = classes
 
     def __len__(self) -> int:
@@ -178,7 +177,7 @@ class Augmented(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int]:
         index = key[-1] % len(self.samples)  # the index of a copy is larger
-        with readable(self.samples.name(index)):
+        with explained(f"{self.samples.name(index)}: not a readable image", "fetch it again or remove it"):
             image, label = self.samples.read(index)
         with seeded(mix(*key)):
             return self.transform(image), label

@@ -16,9 +16,10 @@ import os
 import posixpath
 import re
 import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -32,36 +33,46 @@ T = TypeVar("T")
 END, PARTS = b"\0", b"\0\0"  # after each entry, and between the two lists; file names have no zero bytes
 
 
-class Pictures:
-    """The images in a folder of class folders, as torchvision's ImageFolder finds and numbers them.
+@dataclass
+class Samples:
+    """Labeled images.
 
     Attributes:
-        classes: Names of the classes, sorted.
-        samples: (path, place in `classes`) of each image.
+        classes: Names of the classes. Those of shards are numbers.
+        samples: (path, place in `classes`) of each image, or in shards (path, first byte, number of bytes, place).
     """
 
-    def __init__(self, folder: Path):
-        self.classes = tuple(path.name for path in entries(folder) if path.is_dir())
-        if not self.classes:
-            raise UserError(f"{folder}: no class folder in it; every class is a folder with images")
-        label = {name: i for i, name in enumerate(self.classes)}
-
-        def place(name: str) -> tuple[str, int] | None:
-            found = label.get(name.split(os.sep, 1)[0])
-            return None if found is None else (os.path.join(folder, name), found)
-
-        self.samples = listed_once(folder, [*self.classes], lambda: pictures(folder, self.classes), place)
+    classes: tuple[str, ...]
+    samples: Sequence[tuple[Any, ...]]
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Returns (RGB image, class)."""
-        path, label = self.samples[index]
-        return read_rgb(path, path), label
+        path, *part, label = self.samples[index]
+        with open(path, "rb") as file:
+            if part:
+                file.seek(part[0])
+            return read_rgb(io.BytesIO(file.read(*part[1:])), self.name(index)), label
 
     def name(self, index: int) -> str:
-        return self.samples[index][0]
+        path, *part, _ = self.samples[index]
+        return f"{path}, the image at byte {part[0]}" if part else path
+
+
+def in_folders(folder: Path) -> Samples:
+    """Returns the images in a folder of class folders, as torchvision's ImageFolder finds and numbers them."""
+    classes = tuple(path.name for path in entries(folder) if path.is_dir())
+    if not classes:
+        raise UserError(f"{folder}: no class folder in it; every class is a folder with images")
+    label = {name: i for i, name in enumerate(classes)}
+
+    def place(name: str) -> tuple[str, int] | None:
+        found = label.get(name.split(os.sep, 1)[0])
+        return None if found is None else (os.path.join(folder, name), found)
+
+    return Samples(classes, listed_once(folder, [*classes], lambda: pictures(folder, classes), place))
 
 
 def pictures(root: Path, classes: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -167,38 +178,15 @@ def tars(folder: Path) -> list[Path]:
     return shards
 
 
-class Shards:
-    """The images of all *.tar files in a folder, in the order of the files and of their members.
-
-    Attributes:
-        classes: Numbers of the classes, as text, in order.
-        samples: (shard, first byte, number of bytes, place in `classes`) of each image.
-    """
-
-    def __init__(self, folder: Path):
-        shards = tars(folder)
-        names = [shard.name for shard in shards]
-        known = set(names)  # of hundreds of shards, and an index has a million entries
-        listing = lambda: ([entry for shard in shards for entry in _members(shard)], [])  # noqa: E731
-        found = listed_once(folder, names, listing, lambda entry: _place(entry, folder, known))
-        numbers = sorted({label for *_, label in found})
-        self.classes = tuple(map(str, numbers))
-        place = {number: i for i, number in enumerate(numbers)}
-        self.samples = [(path, at, size, place[label]) for path, at, size, label in found]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """Returns (RGB image, class)."""
-        path, at, size, label = self.samples[index]
-        with open(path, "rb") as file:
-            file.seek(at)
-            return read_rgb(io.BytesIO(file.read(size)), self.name(index)), label
-
-    def name(self, index: int) -> str:
-        path, at, *_ = self.samples[index]
-        return f"{path}, the image at byte {at}"
+def in_shards(folder: Path) -> Samples:
+    """Returns the images of all *.tar files in a folder, in the order of the files and of their members."""
+    shards = tars(folder)
+    names = [shard.name for shard in shards]
+    known = set(names)  # of hundreds of shards, and an index has a million entries
+    listing = lambda: ([entry for shard in shards for entry in _members(shard)], [])  # noqa: E731
+    found = listed_once(folder, names, listing, lambda entry: _place(entry, folder, known))
+    place = {number: i for i, number in enumerate(sorted({label for *_, label in found}))}
+    return Samples(tuple(map(str, place)), [(path, at, size, place[label]) for path, at, size, label in found])
 
 
 def _place(entry: str, folder: Path, names: set[str]) -> tuple[Path, int, int, int] | None:

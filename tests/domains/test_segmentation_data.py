@@ -91,7 +91,7 @@ def test_missing_and_mismatched_masks_name_the_file(root: Path) -> None:
     Image.fromarray(np.ones((64, 79), np.uint8)).save(folder / "annotations/training/1.png")
     Image.fromarray(np.ones((64, 80, 3), np.uint8)).save(folder / "annotations/training/2.png")
     train = data.build_dataset("ade20k", "train")
-    with pytest.raises(UserError, match=r"0\.png: no such file"):
+    with pytest.raises(UserError, match=r"0\.png: not a readable mask \(No such file"):
         train[0]
     with pytest.raises(UserError, match=r"1\.png: a mask of shape \(64, 79\) for an image of \(64, 80\)"):
         train[1]

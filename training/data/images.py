@@ -1,7 +1,6 @@
 """Reads pictures and label masks of every mode that Pillow supports, without clipping or stretching their values."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -10,15 +9,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from core.errors import UserError
-from training.start.errors import explained
 
 BITS_PER_SAMPLE = 258  # TIFF's tag
 STRETCHED = {"L;2": 85, "L;4": 17}  # Pillow multiplies grays of few bits by this, to fill a byte
-
-
-def readable(name: str | Path) -> AbstractContextManager[None]:
-    """Turns the errors of a block that reads the picture or mask `name`, such as Pillow's, into one line."""
-    return explained(f"{name}: not a readable image", "fetch it again, or remove it, with its mask if it has one")
 
 
 def read_rgb(file: str | Path | IO[bytes], name: str, *, upright: bool = False) -> Image.Image:
