@@ -288,9 +288,10 @@ def read_weights(path: Path, model: nn.Module, option: str = "init_from") -> Wei
         raise UserError(f"{option}={path}: holds no checkpoint of a run, and no *.safetensors: give another folder")
     if hasattr(model, "save_pretrained"):  # our RoBERTa is a subclass of transformers'
         kind: Any = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
-        how = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
         with explained(f"{option}={path}: cannot be read", "copy it again"):
-            found, info = kind.from_pretrained(path, **how)
+            found, info = kind.from_pretrained(
+                path, use_safetensors=True, local_files_only=True, output_loading_info=True
+            )
         if missing := sorted(info["missing_keys"]):  # which are random now
             what = f"has no {missing[0]}, and lacks {len(missing)} tensors in all"
             raise UserError(f"{option}={path}: {what}: give a folder of a {kind.__name__}")
