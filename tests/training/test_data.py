@@ -39,6 +39,7 @@ from training.data.samples import (
 )
 from training.folder.rounds import RoundLog
 from training.recipe import Recipe, parse
+from training.start.errors import explained
 from training.start.script import from_home, parse_options
 from vision.recipes import RECIPES
 
@@ -382,6 +383,14 @@ def test_recipes_data_cache_and_commands_take_it(home: Path, monkeypatch: pytest
     (home / "cluster.json").write_text("[]")
     command = ["training.plan", "--cluster=~/cluster.json", "--model=gpt-125m", "--batch=8"]
     assert f"{home}/cluster.json is no report of the doctor (format 1)" in mistake(*command)
+
+
+def test_a_librarys_error_is_one_line_and_a_lack_of_memory_stays_one():
+    with pytest.raises(UserError, match=r"^x: bad \(KeyError: 'a'\): mend it$"), explained("x: bad", "mend it"):
+        raise KeyError("a")
+    for error in (UserError("own words"), MemoryError("no room")):
+        with pytest.raises(type(error), match=f"^{error}$"), explained("x: bad", "mend it"):
+            raise error
 
 
 def test_what_is_not_installed_is_one_line():
