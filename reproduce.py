@@ -41,7 +41,6 @@ from results.collect import (
     words,
 )
 from results.paper import GPUS, TABLES, Row, Table
-from training.data.files import paths_from_home
 from training.recipe import LARGEST, find, parse
 from training.start.script import launch, parse_options
 
@@ -95,7 +94,7 @@ class Job:
 
 def main() -> None:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    command, extra = paths_from_home(parse_options(Command, args=sys.argv[1:at])), passed_on(sys.argv[at + 1 :])
+    command, extra = parse_options(Command, args=sys.argv[1:at]), passed_on(sys.argv[at + 1 :])
     if command.workers < 1 or command.array < 0:
         remedy = "give 1 or more workers, an array of 0 or more"
         raise UserError(f"workers={command.workers}, array={command.array}: {remedy}")

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from core.errors import UserError
-from training.data.files import paths_from_home
 from training.folder.settings import commit, version
 from training.start.script import parse_options
 
@@ -46,7 +45,7 @@ def read_options(kind: type[Options], module: str, **how: Any) -> Options:
     Raises:
         UserError: Names the first option with an invalid value.
     """
-    options = paths_from_home(parse_options(kind, prog=f"python -m {module}", use_underscores=True, **how))
+    options = parse_options(kind, prog=f"python -m {module}", use_underscores=True, **how)
     options.check()  # pyright: ignore[reportAttributeAccessIssue]
     return options
 

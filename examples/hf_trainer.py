@@ -1,16 +1,20 @@
-"""A small GPT-2 on Python's own documentation, byte by byte, with Hugging Face's Trainer and CO2.
+"""A small GPT-2 on Python's own documentation, byte by byte, with Hugging Face's Trainer. "CO2" marks CO2's lines.
 
 pip install ".[transformers]"
 torchrun --nproc-per-node 2 examples/hf_trainer.py [folder]
+
+It goes on from the last checkpoint in the folder.
 """
 
+import os
 import sys
 from pydoc_data.topics import topics
 
 import torch
-from co2_training import CO2Config
-from co2_training.integrations.transformers import CO2Callback
+from co2_training import CO2Config  # CO2
+from co2_training.integrations.transformers import CO2Callback  # CO2
 from transformers import EvalPrediction, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 LENGTH = 64  # bytes of an example
 
@@ -44,10 +48,13 @@ def main() -> None:
     )
     data = examples()
     trainer = Trainer(model, args, train_dataset=data[200:], eval_dataset=data[:200], compute_metrics=accuracy)
-    trainer.add_callback(CO2Callback(trainer, CO2Config.recommended(steps=args.max_steps)))
-    trainer.train()
+    config = CO2Config.recommended(steps=args.max_steps, tau=5)  # CO2
+    trainer.add_callback(CO2Callback(trainer, config))  # CO2: in place of DDP; it saves and resumes, too
+    last = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+    trainer.train(resume_from_checkpoint=last)
     found = trainer.evaluate()
     if trainer.is_world_process_zero():
+        print(f"resumed at step {last.rpartition('-')[2] if last else 0}")
         print(f"accuracy {found['eval_accuracy']:.3f} of the next byte, loss {found['eval_loss']:.3f}")
 
 

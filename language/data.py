@@ -40,6 +40,7 @@ from language.prepare import (
 from language.recipe import GPT2_VOCABULARY, CorpusName, TextRecipe
 from training.data.files import cached, data_root, missing
 from training.data.samples import Key, eval_share, generator, load_batches, train_keys
+from training.start.errors import explained
 
 IGNORE = -100  # torch's cross_entropy skips targets with this value
 # first int32 of the 256 before the tokens in llm.c's and modded-nanogpt's files: of GPT-2's tokens, and Llama 3's
@@ -90,17 +91,11 @@ def load_corpus(folder: Path) -> Corpus:
     """Opens the token files in `folder`. A UserError names the file that is missing, empty or inconsistent."""
     meta, tokenizer_file = _read_meta(folder), folder / "tokenizer.json"
     vocab_size = meta["vocab_size"]
-    try:
+    remedy = "put the tokenizer that made them next to them, or remove it"
+    with explained(f"{tokenizer_file} cannot be read", remedy):
         tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
-    except Exception as error:  # the library raises no more specific class
-        raise UserError(
-            f"{tokenizer_file} cannot be read ({error}): put the tokenizer that made them next to them, or remove it"
-        ) from None
     if tokenizer is not None and (ids := vocabulary_size(tokenizer)) != vocab_size:
-        raise UserError(
-            f"{tokenizer_file} has {ids} tokens but the token files use {vocab_size}: "
-            "put the tokenizer that made them next to them, or remove it"
-        )
+        raise UserError(f"{tokenizer_file} has {ids} tokens but the token files use {vocab_size}: {remedy}")
     if tokenizer is not None and meta["vocabulary"] not in (None, fingerprint(tokenizer)):
         raise UserError(f"{tokenizer_file} has other tokens than {folder / 'meta.json'} says: restore it, or remove it")
     files = (open_tokens(folder / f"{f}.bin", meta["dtype"], vocab_size, meta[f]) for f in ("train", "val"))
@@ -116,13 +111,11 @@ def _read_meta(folder: Path) -> dict:
         _check_gpt2(folder)
         unknown = dict.fromkeys(("pad", "mask", "bos", "train", "val", "vocabulary"))
         return dict(vocab_size=GPT2_VOCABULARY, dtype="uint16", eot=GPT2_VOCABULARY - 1, **unknown)
-    try:
+    with explained(f"{file} is damaged", "run `python -m language.prepare` again"):
         meta = parse_json(file.read_text())
         known = {key: meta[key] for key in ("vocab_size", "dtype", "eot", "pad", "mask")}
         known |= {key: meta.get(key) for key in ("bos", "vocabulary")}  # older files lack them
         known |= {name: meta[name]["tokens"] for name in ("train", "val")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is damaged ({error!r}): run `python -m language.prepare` again") from error
     size = known["vocab_size"] if type(known["vocab_size"]) is int else 0
     wrong = [key for key in ("pad", "mask", "bos") if known[key] is not None and not _is_token(known[key], size)]
     wrong += ["eot"] * (not _is_token(known["eot"], size)) + ["dtype"] * (known["dtype"] not in ("uint16", "uint32"))

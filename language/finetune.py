@@ -21,7 +21,7 @@ from language.data import CausalObjective, open_text
 from language.prompts import PromptTask
 from language.train import TextTask, check_windows, learn
 from language.zeroth import ZerothOrder
-from training.loop.run import Run
+from training.loop.kinds import open_run
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def tune(recipe: FinetuneRecipe) -> None:
     assert recipe.model is not None
     tokenizer = pretrained.open_tokenizer(recipe.model, model)
     task = open_task(recipe, tokenizer, pretrained.positions(model, recipe.context))
-    with Run(recipe) as run:
+    with open_run(recipe) as run:
         model = run.shard(model)
         before = zo_replay.tuned_digest(model) if recipe.method == "zo" and run.rank == 0 else ""
         method = learn(run, recipe, model, task)

@@ -29,7 +29,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core.checkpoint.stored import parse_json
 from core.errors import UserError
-from training.data.files import build_whole, from_home, unreadable
+from training.data.files import build_whole, unreadable
+from training.start.errors import explained
 from training.start.script import launch, parse_options
 
 FORM_FEED = "\x0c"  # a line with only this and blanks ends a document
@@ -68,7 +69,7 @@ def text_files(sources: Iterable[Path]) -> tuple[Path, ...]:
     names a folder that cannot be read.
     """
     files: list[Path] = []
-    for source in map(from_home, sources):
+    for source in sources:
         if (source / "dataset_dict.json").is_file():
             raise UserError(f"{source} holds several splits: name one of them, such as {source / 'train'}")
         if (source / "dataset_info.json").is_file():
@@ -139,13 +140,10 @@ def _in_file(file: Path) -> Iterator[str]:
 
 def _from_json(file: Path, lines: Iterable[str]) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
-        try:
+        what = f'{file}, line {number}: expected a JSON object with a "text"'
+        with explained(what, "correct the line, or remove it"):
             text = parse_json(line)["text"] if line.strip() else ""
             blank = not text.strip()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            why = f" ({getattr(error, 'msg', error)})" if isinstance(error, ValueError) else ""
-            remedy = "correct the line, or remove it"
-            raise UserError(f'{file}, line {number}: expected a JSON object with a "text"{why}: {remedy}') from None
         if not blank:
             yield text
 
@@ -155,10 +153,8 @@ def _saved_by_datasets(folder: Path) -> Iterator[str]:
         import datasets  # imported here, because it is an optional package
     except ImportError:
         raise UserError(f"{folder} was written by the library datasets: pip install datasets, to read it") from None
-    try:
+    with explained(f'{folder}: `datasets` reads no column "text" from it', "write it anew"):
         rows = datasets.load_from_disk(str(folder)).select_columns("text")
-    except Exception as error:  # its own errors and pyarrow's have no common class
-        raise UserError(f'{folder}: `datasets` reads no column "text" from it ({error!r}); write it anew') from error
     for number, row in enumerate(rows):
         if not isinstance(text := row["text"], str):
             kind = type(text).__name__
@@ -231,10 +227,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def read_tokenizer(file: Path) -> Tokenizer:
     """Reads a tokenizer.json. It must restore text exactly, as byte-level BPE does, and have an end-of-text token."""
-    try:
+    with explained(f"--tokenizer {file} cannot be read", "give a tokenizer.json"):
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no more specific class
-        raise UserError(f"--tokenizer {file} cannot be read ({error}): give a tokenizer.json") from None
     if end_of_text(tokenizer) is None:
         raise UserError(
             f"--tokenizer {file} has neither {END_OF_TEXT} nor {ROBERTAS_END} to end documents with: give another one"
@@ -363,8 +357,8 @@ def prepare(
         val: Sources for val.bin, if a data set has its own split.
         seed: Seed that chooses the held-out documents.
     """
-    out, files, held_files = from_home(out), text_files(sources), text_files(val)
-    own = read_tokenizer(from_home(tokenizer)) if tokenizer is not None else None
+    files, held_files = text_files(sources), text_files(val)
+    own = read_tokenizer(tokenizer) if tokenizer is not None else None
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")
     once = Counter(file.resolve() for file in (*files, *held_files))

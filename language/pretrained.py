@@ -6,8 +6,6 @@ Nothing is downloaded, no pickle is read, and no code from a folder is run.
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,10 @@ import training.prepared  # noqa: F401, transformers imports torchvision when it
 # isort: split
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from core.checkpoint.stored import parse_json, reason
+from core.checkpoint.stored import parse_json
 from core.errors import UserError
 from language.finetune_recipes import FinetuneRecipe, LoraConfig
 from language.model import blocks_of
@@ -28,6 +25,7 @@ from language.prepare import vocabulary_size
 from training.data.files import build_whole, share
 from training.data.samples import mix, seeded
 from training.optim import recompute
+from training.start.errors import explained
 from training.start.workers import rank
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -44,11 +42,9 @@ def open_config(folder: Path | None) -> Any:
     file = folder / "config.json"
     if not file.is_file():
         raise UserError(f"{file} is missing: give --model the folder of a causal language model; none is fetched")
-    try:
+    with explained(f"{file} is damaged", "copy it again"):
         kind = str(parse_json(file.read_text()).get("model_type"))
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{file} is damaged ({error}): copy it again") from None
-    with _explained(file):
+    with explained(f"{file} cannot be opened", "copy it again"):
         config = AutoConfig.from_pretrained(folder, **LOCAL) if kind in transformers.CONFIG_MAPPING else None
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
@@ -66,7 +62,7 @@ def open_model(recipe: FinetuneRecipe) -> nn.Module:
         raise UserError(f"{folder} has no *.safetensors: convert its weights with transformers' save_pretrained")
     transformers.utils.logging.set_verbosity_error()  # errors are one line, without tables and bars
     transformers.utils.logging.disable_progress_bar()
-    with _explained(folder):
+    with explained(f"{folder} cannot be opened", "copy it again"):
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -116,11 +112,8 @@ def add_lora(model: nn.Module, config: LoraConfig, seed: int) -> nn.Module:
     adapters = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
     )
-    try:
-        with seeded(mix(seed)):
-            return peft.get_peft_model(model, adapters).eval()
-    except ValueError as error:
-        raise UserError(f"lora.targets={' '.join(config.targets)}: {error}") from None
+    with explained(f"lora.targets={' '.join(config.targets)}", "name linear layers of the model"), seeded(mix(seed)):
+        return peft.get_peft_model(model, adapters).eval()
 
 
 def check_causal(model: nn.Module, folder: Path) -> None:
@@ -137,7 +130,7 @@ def open_tokenizer(folder: Path, model: nn.Module) -> Any:
     """Returns the folder's tokenizer. Raises UserError if there is none, or it has more tokens than the model."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"{folder} has no tokenizer: add its files ({', '.join(TOKENIZER_FILES)}; one is enough)")
-    with _explained(folder):
+    with explained(f"{folder} cannot be opened", "copy it again"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
     size: int = model.get_input_embeddings().num_embeddings  # pyright: ignore
     if (ids := vocabulary_size(tokenizer)) > size:
@@ -177,22 +170,7 @@ def write_model(model: nn.Module, tokenizer: Any, target: Path) -> None:
         if target.exists():
             target.rename(old)
 
-    try:
+    with explained(f"{target}: cannot be written", "make room, and give --resume"):
         target.parent.mkdir(parents=True, exist_ok=True)
         build_whole(target, build)
-    except Exception as error:  # safetensors and tokenizers wrap the system's error in their own
-        raise UserError(f"{target}: cannot be written ({reason(error)}): make room, and give --resume") from None
     shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def _explained(where: Path) -> Iterator[None]:
-    """Turns transformers' errors for a damaged file, which are of many kinds, into one line."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except SafetensorError as error:
-        raise UserError(f"{where}: a *.safetensors file is damaged ({error}): copy it again") from None
-    except Exception as error:
-        raise UserError(f"{where} cannot be opened ({type(error).__name__}: {error}): copy it again") from None

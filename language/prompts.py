@@ -25,6 +25,7 @@ from language.lengths.dealt import Documents
 from training.data.samples import eval_share, load_batches, train_keys
 from training.elastic import repeated
 from training.loop.run import Run
+from training.start.errors import explained
 
 MOST_ANSWERS = 100  # answers of a classification; each is tried on every held-out prompt
 
@@ -68,10 +69,8 @@ def read_lines(file: Path) -> list[Line]:
         raise UserError(f"{file} is not UTF-8 text ({error.reason}): convert it") from None
     lines = []
     for where, text in ((f"{file} line {n}", text) for n, text in enumerate(texts, 1) if text.strip()):
-        try:
+        with explained(f"{where} is no JSON", "correct it"):
             found = parse_json(text)
-        except ValueError as error:
-            raise UserError(f"{where} is no JSON ({error}): correct it") from None
         for key in ("prompt", "answer"):
             value = found.get(key) if isinstance(found, dict) else None
             if not isinstance(value, str) or not value.strip():

@@ -51,6 +51,7 @@ from language.zeroth import ZerothOrder, of_run
 from training.data.samples import generator, steps_per_epoch
 from training.elastic import repeated
 from training.layout import Layout
+from training.loop.kinds import open_run
 from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, make_schedule, recompute
 from training.start.workers import upload
@@ -77,7 +78,7 @@ def main() -> None:
     corpus = open_corpus(recipe.corpus, recipe.vocab_size)
     objective = make_objective(recipe, corpus)
     final_texts = {"val": corpus.val} | ({"wikitext2": open_wikitext2(corpus)} if recipe.wikitext2 else {})
-    with Run(recipe) as run:
+    with open_run(recipe) as run:
         train(run, recipe, corpus, objective, final_texts)
 
 

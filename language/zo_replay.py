@@ -21,7 +21,7 @@ from language import pretrained
 from language.finetune_recipes import RECIPES, FinetuneRecipe
 from language.zeroth import ScalarLog, ZerothOrder
 from language.zeroth.order import Noise, digest
-from training.data.files import from_home
+from training.start.errors import explained
 from training.start.script import launch, parse_options
 from training.weights.read import rebuilt
 
@@ -47,13 +47,11 @@ def read(folder: Path, model: Path) -> tuple[FinetuneRecipe, dict[str, Any]]:
     file = folder / "run.json"
     if not file.is_file():
         raise UserError(f"{file} is missing: give the folder `replay` that a run of method zo has written")
-    try:
+    with explained(f"{file} is damaged", "copy it again"):
         made = parse_json(file.read_text())
         recipe = rebuilt(replace(RECIPES["prompts"], model=model), {key: made["recipe"][key] for key in KEPT})
         made["before"], made["after"], made["noise"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is damaged ({error!r}): copy it again") from None
-    return recipe, made
+        return recipe, made
 
 
 def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path) -> None:
@@ -64,7 +62,6 @@ def replay(run: Annotated[Path, tyro.conf.Positional], /, model: Path, out: Path
         model: The folder of the model that the run began with.
         out: The folder to write. It appears only when it is complete.
     """
-    run, model, out = map(from_home, (run, model, out))
     recipe, made = read(run, model)
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or give another --out")

@@ -17,19 +17,16 @@ _ACCELERATOR_TILE = 1 << 26
 
 
 @torch.no_grad()
-def nearest(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
+def nearest(x: Tensor, y: Tensor) -> Tensor:
     """Returns the index of the point of y nearest to each point of x, int64 [B, n].
 
-    It builds `tile` elements of the n x m distance matrix at a time, as |x - y|^2 = |x|^2 - 2 x.y + |y|^2 without
-    |x|^2.
+    It builds a tile of the n x m distance matrix at a time, as |x - y|^2 = |x|^2 - 2 x.y + |y|^2 without |x|^2.
 
     Args:
         x: float32 or float64 [B, n, 3].
         y: [B, m, 3], of the same dtype.
-        tile: Elements at a time. None chooses by device.
     """
-    if tile is None:
-        tile = _CPU_TILE if x.device.type == "cpu" else _ACCELERATOR_TILE
+    tile = _CPU_TILE if x.device.type == "cpu" else _ACCELERATOR_TILE
     # Far from the origin the expansion loses precision. Moving both clouds to the origin does not change distances.
     centre = y.mean(dim=1, keepdim=True)
     x, y = x - centre, y - centre
@@ -40,7 +37,7 @@ def nearest(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
     return torch.cat(tiles, dim=1)
 
 
-def chamfer_distance(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
+def chamfer_distance(x: Tensor, y: Tensor) -> Tensor:
     """Returns the squared Chamfer distance of each pair of clouds, [B] (convention: see the module).
 
     Distances and gradients come from coordinate differences in float32 or float64. Only the search for neighbors uses
@@ -49,10 +46,9 @@ def chamfer_distance(x: Tensor, y: Tensor, tile: int | None = None) -> Tensor:
     Args:
         x: [B, n, 3].
         y: [B, m, 3].
-        tile: See nearest.
     """
     x, y = _at_least_float32(x), _at_least_float32(y)
-    return _one_way(x, y, tile) + _one_way(y, x, tile)
+    return _one_way(x, y) + _one_way(y, x)
 
 
 def earth_mover_distance(x: Tensor, y: Tensor) -> Tensor:
@@ -74,8 +70,8 @@ def earth_mover_distance(x: Tensor, y: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x - matched, dim=2).mean(dim=1)
 
 
-def _one_way(x: Tensor, y: Tensor, tile: int | None) -> Tensor:
-    neighbour = torch.take_along_dim(y, nearest(x, y, tile)[..., None], dim=1)
+def _one_way(x: Tensor, y: Tensor) -> Tensor:
+    neighbour = torch.take_along_dim(y, nearest(x, y)[..., None], dim=1)
     return (x - neighbour).square().sum(dim=2).mean(dim=1)
 
 

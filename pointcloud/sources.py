@@ -8,8 +8,8 @@ import numpy as np
 from numpy.random import Generator
 
 from core import UserError
-from core.checkpoint.stored import reason
 from training.data.files import data_root, entries, missing, read_arrays
+from training.start.errors import explained
 
 Points = np.ndarray
 
@@ -135,11 +135,8 @@ class Files:
     def load(self, index: int) -> np.ndarray:
         """Returns the cloud, unchecked. Raises UserError, with the file's name, if it cannot be read."""
         path = self.files[index]
-        try:
-            with open(path, "rb") as file:
-                return np.lib.format.read_array(file, allow_pickle=False)  # np.load reads archives, too
-        except Exception as error:  # damaged headers raise many kinds of errors
-            raise UserError(f"{path} cannot be read ({reason(error)}): copy it again or remove it") from None
+        with explained(f"{path} cannot be read", "copy it again or remove it"), open(path, "rb") as file:
+            return np.lib.format.read_array(file, allow_pickle=False)  # np.load reads archives, too
 
     def name(self, index: int) -> str:
         """Returns the cloud's file, and its place in the file if it holds several."""
@@ -203,10 +200,7 @@ class ModelNet10:
         self.path, self.array = root / "modelnet10_1024_fp16.npz", f"x_{split}"
         if not self.path.is_file():
             raise missing("data set modelnet10", root, f"{self.path.name} with {self.array}", STAND_IN)
-        try:
-            (self.clouds,) = read_arrays(self.path, self.array)
-        except ValueError as error:
-            raise UserError(f"{self.path} cannot be read ({error}): copy it again") from error
+        (self.clouds,) = read_arrays(self.path, self.array)
         if self.clouds.ndim != 3 or not len(self.clouds):
             found = f"{self.array} {list(self.clouds.shape)}"
             raise UserError(f"{self.path}: {found}: expected [n, points, 3]; copy it again")

@@ -24,6 +24,7 @@ from pointcloud.losses import chamfer_distance, earth_mover_distance
 from pointcloud.model import Autoencoder, MaskedAutoencoder
 from training.data.samples import generator, steps_per_epoch
 from training.elastic import repeated
+from training.loop.kinds import open_run
 from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule, recompute
 from training.weights.read import load_weights
@@ -36,7 +37,7 @@ def main() -> None:
     if recipe.dry_run:
         return dry_run(recipe, make_model)
     train_set, test_set = data.load(recipe)
-    with Run(recipe) as run:
+    with open_run(recipe) as run:
         train(run, recipe, train_set, test_set)
 
 

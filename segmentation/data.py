@@ -9,7 +9,6 @@ import segmentation.registries  # noqa: F401
 
 # isort: split
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +28,7 @@ from segmentation.recipes import DataName
 from training.data.files import data_root, hidden, missing, read_arrays
 from training.data.images import read_mask, read_rgb
 from training.data.samples import Key, Keyed
+from training.start.errors import explained
 
 Bytes = NDArray[np.uint8]
 
@@ -114,6 +114,9 @@ CAMVID_PALETTE = [
 # -- reading files that may be broken ---------------------------------------------------------------------------
 
 
+WITH_ITS_PAIR = "fetch it again, or remove the image and its mask"
+
+
 @TRANSFORMS.register_module()
 class LoadImage(BaseTransform):
     """Reads results["img_path"] into `img`, uint8 [h, w, 3] BGR. A UserError names the file.
@@ -123,7 +126,9 @@ class LoadImage(BaseTransform):
     """
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
-        image = _read(results["img_path"], lambda path: np.asarray(read_rgb(path, path, upright=True)))
+        path = results["img_path"]
+        with explained(f"{path}: not a readable image", WITH_ITS_PAIR):
+            image = np.asarray(read_rgb(path, path, upright=True))
         results["img"] = np.ascontiguousarray(image[..., ::-1])
         results["img_shape"] = results["ori_shape"] = image.shape[:2]
         return results
@@ -146,7 +151,8 @@ class LoadMask(BaseTransform):
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
         path, shift = results["seg_map_path"], int(results["reduce_zero_label"])
-        mask = _read(path, lambda path: read_mask(path, results.get("colors", ()), shift))
+        with explained(f"{path}: not a readable mask", WITH_ITS_PAIR):
+            mask = read_mask(path, results.get("colors", ()), shift)
         # An image that is resized for testing keeps the mask's size in ori_shape.
         if mask.shape != tuple(results["ori_shape"]):
             raise UserError(
@@ -158,18 +164,6 @@ class LoadMask(BaseTransform):
         results["gt_seg_map"] = mask.astype(np.uint8)
         results["seg_fields"].append("gt_seg_map")
         return results
-
-
-def _read(path: str, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
-    try:
-        return read(path)
-    except UserError:
-        raise
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; every image needs its mask, of the same name") from None
-    except Exception as error:  # Pillow's for an image that is too large has no narrower class
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: not a readable image ({reason}); repair or remove it with its pair") from None
 
 
 def check_labels(mask: NDArray[Any], num_classes: int, where: str | Path, shift: int = 0) -> None:
@@ -232,10 +226,7 @@ class CamVid(ArraySegDataset):
         path = Path(root, "camvid_240x180.npz")
         if not path.exists():
             raise missing("CamVid", path.parent, f"{path.name} with x_train, y_train, x_val, ...", "digits_small")
-        try:
-            images, masks = read_arrays(path, f"x_{split}", f"y_{split}")
-        except ValueError as error:
-            raise UserError(f"{path}: not readable ({error}); fetch the file again") from None
+        images, masks = read_arrays(path, f"x_{split}", f"y_{split}")
         fits = images.shape == (*masks.shape, 3) and masks.ndim == 3 and masks.size
         if images.dtype != np.uint8 or masks.dtype.kind not in "iu" or not fits:
             found = f"x_{split} {images.dtype} {list(images.shape)}, y_{split} {masks.dtype} {list(masks.shape)}"

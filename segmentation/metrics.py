@@ -7,7 +7,7 @@ import segmentation.registries  # noqa: F401
 # isort: split
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,38 +21,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class SegmentationMetric:
-    """Collects one worker's predictions. compute() sums four areas per class over all workers by one all-reduce.
+def areas_of(prediction: Tensor, label: Tensor, classes: int) -> Tensor:
+    """Returns the pixels of each class in intersection, union, prediction and label, float64 [4, classes].
 
-    mmseg's own evaluate() gathers a record for each image through files.
+    Prediction and label are integer class maps [h, w]. Label 255 is ignored. Sums of areas are exact. mmseg's own
+    evaluate() gathers a record for each image through files instead.
     """
+    return torch.stack(IoUMetric.intersect_and_union(prediction, label, classes, IGNORE)).double()
 
-    def __init__(self, classes: Sequence[str], device: torch.device | str = "cpu"):
-        self.classes = tuple(classes)
-        # Pixels of each class in the intersection, the union, the prediction and the label. float64 counts exactly.
-        self.areas = torch.zeros(4, len(self.classes), dtype=torch.float64, device=device)
 
-    def update(self, prediction: Tensor, label: Tensor) -> None:
-        """Adds a prediction and its label, integer class maps [h, w]. Label 255 is ignored."""
-        areas = IoUMetric.intersect_and_union(prediction, label, len(self.classes), IGNORE)
-        self.areas += torch.stack(areas).to(self.areas)
+def metrics_of(areas: Tensor, classes: Sequence[str]) -> dict[str, float]:
+    """Returns mIoU, mAcc, aAcc and IoU/CLASS in percent, from areas [4, classes] of all images.
 
-    def compute(self, over_workers: Callable[[Tensor], Tensor] = lambda areas: areas) -> dict[str, float]:
-        """Returns mIoU, mAcc, aAcc and IoU/CLASS in percent.
-
-        The averages leave out classes that appear in neither predictions nor labels. Such a class has no IoU/CLASS
-        entry. `over_workers` sums a tensor over the workers, which must all call it.
-        """
-        areas = over_workers(self.areas.clone())
-        values = IoUMetric.total_area_to_metrics(*areas.cpu(), ["mIoU"])
-        iou, acc = (torch.as_tensor(values[key]) for key in ("IoU", "Acc"))
-        result = {
-            "mIoU": 100 * iou.nanmean().item(),
-            "mAcc": 100 * acc.nanmean().item(),
-            "aAcc": 100 * float(values["aAcc"]),
-        }
-        per_class = zip(self.classes, iou.tolist(), strict=True)
-        return result | {f"IoU/{name}": 100 * value for name, value in per_class if not math.isnan(value)}
+    The averages leave out classes that appear in neither predictions nor labels. Such a class has no IoU/CLASS entry.
+    """
+    values = IoUMetric.total_area_to_metrics(*areas.cpu(), ["mIoU"])
+    iou, acc = (torch.as_tensor(values[key]) for key in ("IoU", "Acc"))
+    result = {
+        "mIoU": 100 * iou.nanmean().item(),
+        "mAcc": 100 * acc.nanmean().item(),
+        "aAcc": 100 * float(values["aAcc"]),
+    }
+    per_class = zip(classes, iou.tolist(), strict=True)
+    return result | {f"IoU/{name}": 100 * value for name, value in per_class if not math.isnan(value)}
 
 
 PANELS = ("image", "true classes", "predicted classes")

@@ -32,8 +32,9 @@ from core.baselines.table import Method
 from core.groups import local_world_size
 from segmentation.data import IGNORE
 from segmentation.recipes import BackboneName
-from training.data.files import data_root, from_home
+from training.data.files import data_root
 from training.optim import count_once
+from training.start.script import from_home
 from training.start.workers import make_mesh
 from training.weights.read import file_weights
 

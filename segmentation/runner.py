@@ -21,7 +21,6 @@ import segmentation.registries  # noqa: F401
 # isort: split
 import torch
 import torch.distributed as dist
-import tyro
 from mmengine.config import Config, DictAction
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
@@ -31,8 +30,10 @@ import core.integrations.mmengine  # noqa: F401, registers CO2Hook
 from core.checkpoint.stored import reason
 from core.errors import UserError
 from segmentation.model import BASES, SCHEME, build_model
-from training.data.files import data_root, paths_from_home
+from training.data.files import data_root
 from training.optim import count_once
+from training.start.errors import explained
+from training.start.script import parse_options
 from training.start.workers import join, pick_device, rank, world_size
 from training.weights.read import classes_of, misnamed
 
@@ -76,8 +77,7 @@ class ConfigOptions:
 
 def train_config() -> None:
     """Runs the command: segmentation.train --config FILE.py."""
-    given = tyro.cli(ConfigOptions, prog="segmentation.train", use_underscores=True, console_outputs=rank() == 0)
-    given = paths_from_home(given)
+    given = parse_options(ConfigOptions, prog="segmentation.train", use_underscores=True)
     config = read(given.config)
     for change in given.set:
         key, _, value = change.partition("=")
@@ -192,10 +192,8 @@ def read(path: Path) -> Config:
         near = [str(f.relative_to(CONFIGS)) for f in sorted(CONFIGS.rglob(f"*{path.stem}*.py"))[:3]]
         hint = f"did you mean {', '.join(near)}?" if near else "give another"
         raise UserError(f"config={path}: no such file, neither here nor in {CONFIGS}: {hint}")
-    try:
+    with explained(f"config={path}: cannot be read", "mend it, or give another"):  # it is a Python program
         config = Config.fromfile(found)
-    except Exception as error:  # a config is a Python program
-        raise UserError(f"config={path}: cannot be read ({reason(error)})") from None
 
     def local(key: str, value: Any) -> Any:
         if key == "data_root" and isinstance(value, str) and value.startswith("data/") and not Path(value).exists():

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from segmentation.data import CROP, EVAL_BATCH, EVAL_SPLITS, NUM_CLASSES, Scenes, build_dataset, unpack
-from segmentation.metrics import SegmentationMetric, side_by_side
+from segmentation.metrics import areas_of, metrics_of, side_by_side
 from segmentation.model import build_model, check_sync_bn, share_statistics, upernet
 from training.data.samples import steps_per_epoch
 from training.elastic import repeated
+from training.loop.kinds import open_run
 from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, make_optimizer, make_schedule
 from training.start.workers import to_device
@@ -38,7 +39,7 @@ def main() -> None:
         return dry_run(recipe, make_model)
     train_set = Scenes(build_dataset(recipe.dataset, "train"))
     eval_sets = {split: Scenes(build_dataset(recipe.dataset, split)) for split in EVAL_SPLITS[recipe.dataset]}
-    with Run(recipe) as run:
+    with open_run(recipe) as run:
         train(run, recipe, train_set, eval_sets)
 
 
@@ -119,7 +120,7 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: Scenes) -> dict[s
     It also logs each class's IoU and some pictures. The model runs in float32 at any training precision, as in mmseg's
     published results.
     """
-    metric = SegmentationMetric(eval_set.classes, run.device)
+    areas = torch.zeros(4, len(eval_set.classes), dtype=torch.float64, device=run.device)
     shown = 0
     with run.paused():
         size = EVAL_BATCH[run.recipe.dataset]
@@ -128,12 +129,13 @@ def evaluate(run: Run, model: nn.Module, split: str, eval_set: Scenes) -> dict[s
             samples = model(**model.data_preprocessor(batch, training=False), mode="predict")
             for image, sample in zip(batch["inputs"], samples, strict=True):
                 prediction, label = sample.pred_sem_seg.data[0], sample.gt_sem_seg.data[0]
-                metric.update(prediction, label)
+                areas += areas_of(prediction, label, len(eval_set.classes)).to(run.device)
                 if run.draws and shown < PICTURES:
                     picture = side_by_side(image, label, prediction, eval_set.classes, eval_set.palette)
                     run.folder.writer.add_figure(f"{split}/image_label_prediction_{shown}", picture, run.step)
                     shown += 1
-        results = {f"{split}_{key}": value for key, value in metric.compute(run.sum_tensor).items()}
+        metrics = metrics_of(run.sum_tensor(areas), eval_set.classes)
+        results = {f"{split}_{key}": value for key, value in metrics.items()}
     run.log_evaluation(results)
     return {key: value for key, value in results.items() if "IoU/" not in key}
 

@@ -31,10 +31,9 @@ from core.errors import UserError
 from core.groups import local_world_size
 from core.local_update import LocalUpdateMethod
 from training.data.samples import per_worker, steps_per_epoch
-from training.folder.rounds import RoundLog
-from training.folder.run_folder import RunFolder
 from training.folder.settings import settings
-from training.loop.progress import Actions, Progress, TrainState
+from training.loop.progress import Actions
+from training.loop.run import Run
 from training.recipe import Recipe
 from training.start.workers import difference
 
@@ -74,8 +73,8 @@ class Deal:
         return Deal(number, step, epoch * of_epoch + done, workers)
 
 
-class Elastic(Script):
-    """One worker's part in an elastic run. Its rank synchronizes gradients with the other ranks of its island, if any.
+class Elastic(Run, Script):
+    """A run of one elastic worker. Its rank synchronizes gradients with the other ranks of its island, if any.
 
     Attributes:
         drawn: Number of steps whose batches this worker has used or skipped.
@@ -83,24 +82,22 @@ class Elastic(Script):
 
     method: ElasticCO2
     members: Members
-    mesh = None  # DDP synchronizes an island's ranks
-    _trained: TrainState
 
-    def __init__(self, run: Progress, folder: RunFolder, rounds: RoundLog):
-        self.run, self.folder, self.rounds = run, folder, rounds
-        self.share = per_worker(run.recipe.batch_size, run.world_size)
+    def __init__(self, recipe: Recipe):
+        super().__init__(recipe)
+        self.share = per_worker(recipe.batch_size, self.world_size)
         self.drawn = self.samples = 0
-        self.deal = Deal(0, 0, 0, run.world_size)
-        self._nominal = run.world_size
+        self.deal = Deal(0, 0, 0, self.world_size)
+        self._nominal = self.world_size
         self._names: list[str] = []
         self._trains = False
         self._seconds = 0.0
 
-    def meet(self) -> None:
+    def _meet(self) -> None:
         """Connects to the launcher, and compares the recipe with the first worker's recipe."""
-        if self.run.device.type == "cuda":
-            torch.cuda.set_device(self.run.device)
-        r = self.run.recipe
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        r = self.recipe
         self.members = Members.from_env(r.timeout)
         if (r.per_node or local_world_size()) != self.members.island:
             raise UserError(
@@ -109,24 +106,23 @@ class Elastic(Script):
             )
         mine = settings(r)
         first = json.loads(self.members.store.compare_set("settings", "", json.dumps(mine)))
-        if verdict := difference(first, mine, self.run.rank):
+        if verdict := difference(first, mine, self.rank):
             raise UserError(verdict)
 
-    def leave(self, failed: bool) -> None:
+    def _leave(self, failed: bool) -> None:
         """Does nothing: the other workers continue without this one, and a checkpoint is written at once."""
 
-    def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
+    def _make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:  # noqa: ARG002
         """Returns the model, and the method before it has joined the other workers."""
-        r = self.run.recipe
-        options: dict[str, Any] = {"timeout": r.timeout, "link": self.run.link, "buffers": list(model.buffers())}
-        options["hooks"] = [self.run.requests, self.run.snapshots]
+        r = self.recipe
+        options: dict[str, Any] = {"timeout": r.timeout, "link": self.link, "buffers": list(model.buffers())}
+        options["hooks"] = [self.requests, self.snapshots]
         self.method = elastic_co2(model.parameters(), named(r.co2), members=self.members, script=self, **options)
         return (DistributedDataParallel(model) if self.members.island > 1 else model), self.method
 
-    def begin(self, trained: TrainState, samples: int, epoch: int) -> float:
+    def _begin(self, samples: int, epoch: int) -> float:
         """Joins the other workers and loads their state. Returns the seconds of training that led to it."""
-        self._trained = trained
-        r, setting = self.run.recipe, "tau_max" if self.run.recipe.co2.tau == "auto" else "tau"
+        r, setting = self.recipe, "tau_max" if self.recipe.co2.tau == "auto" else "tau"
         tau, every = getattr(r.co2, setting), r.interval("eval_every", epoch)[0]
         if every <= tau:
             smaller = f" or a smaller --co2.{setting}" if tau > 1 else ""
@@ -140,12 +136,12 @@ class Elastic(Script):
         self._trains = True
         return self._seconds
 
-    def batches(self, make: Callable[[Recipe, int, int, int, int], Iterator[T]], start: int, total: int) -> Iterator[T]:
-        """Yields the batches of steps `start` to `total`. See Run.batches for `make`."""
-        self.drawn = start
+    def batches(self, make: Callable[[Recipe, int, int, int, int], Iterator[T]]) -> Iterator[T]:
+        """Yields this worker's batches, shared out anew whenever the workers change."""
+        self.drawn, total = self.step, self.total
         while self.drawn < total:
-            deal, place = self.deal, (self.run.rank, self.run.world_size)
-            recipe = replace(self.run.recipe, batch_size=self.share * deal.workers)
+            deal, place = self.deal, (self.rank, self.world_size)
+            recipe = replace(self.recipe, batch_size=self.share * deal.workers)
             at = deal.at + self.drawn - deal.since
             for batch in make(recipe, *place, at, at + total - self.drawn):
                 self.drawn += 1
@@ -153,72 +149,64 @@ class Elastic(Script):
                 if self.deal is not deal:
                     break
 
-    def come_together(self, due: Actions) -> Actions:
+    def _agree(self, due: Actions) -> Actions:
         """Returns `due`. All workers are at the same step, so it is the same on all of them."""
         return due
 
-    def sum(self, values: Tensor) -> Tensor:
+    def _sum(self, total: Tensor) -> Tensor:
         """See ElasticAllReduce.sum_of_all."""
-        return self.method.allreduce.sum_of_all(values.cpu())
+        return self.method.allreduce.sum_of_all(total)
 
-    def stopped_by(self, number: int) -> int:
+    def _stopped_by(self, number: int) -> int:
         """Returns the signal that stops the run. The launcher passes it on to all workers."""
         return number or signal.SIGTERM
 
-    def conclude(self, act: Callable[[], None]) -> None:
+    def _conclude(self, act: Callable[[], None]) -> None:
         """See ElasticCO2.end."""
         self.method.end(act)
 
     # -- state ------------------------------------------------------------------------------------------------
 
     def may_join(self) -> bool:
-        return not self.run.evaluates(self.drawn)
+        return not self.evaluates(self.drawn)
 
     def give(self, method: LocalUpdateMethod) -> dict[str, Any]:
         """Returns the state that a newcomer needs and a checkpoint holds."""
-        state = self._trained.state_dict() | self._trained.state_of_method(method.state_dict())
+        state = self.state_dict() | self.state_of_method(method.state_dict())
         self.rounds.read()
-        totals = vars(self.rounds.overlap) | {"seconds": self.run.clock.seconds}
-        return state | {"step": self.drawn, "total": self.run.total, "deal": asdict(self.deal), "totals": totals}
+        totals = vars(self.rounds.overlap) | {"seconds": self.clock.seconds}
+        return state | {"step": self.drawn, "total": self.total, "deal": asdict(self.deal), "totals": totals}
 
-    def take(self, method: LocalUpdateMethod, state: dict[str, Any]) -> None:
+    def take(self, method: LocalUpdateMethod, state: dict[str, Any]) -> None:  # noqa: ARG002
         """Continues from `state`. The optimizer's state is the sender's; this worker keeps its own random state."""
-        self._trained.load_state_dict(state)
+        self.load_state_dict(state)
         self.deal, self.drawn = Deal(**state["deal"]), state["step"]
         totals = {**state["totals"]}
-        self.run.step, self._seconds = self.drawn, totals.pop("seconds")
+        self.step, self._seconds = self.drawn, totals.pop("seconds")
         vars(self.rounds.overlap).update(totals)  # summary.json counts the whole run, whoever writes it
 
     @functools.cached_property
     def _saver(self) -> checkpoint.Saver:
         """Writes the checkpoints of the first worker, which writes for all."""
-        return checkpoint.Saver(self.folder.checkpoints, 0, 1, self.folder.attempt, self.run.recipe.timeout)
+        return checkpoint.Saver(self.folder.checkpoints, 0, 1, self.folder.attempt, self.recipe.timeout)
 
-    def save(self) -> None:
+    def _save(self) -> None:
         """Writes a checkpoint on the first worker, unless its model is not finite. Raises UserError if it cannot."""
-        if self.run.rank > 0:
+        if self.rank > 0:
             return
         self._saver.start(self.drawn, stored.on_host(self.give(self.method)))
         self._saver.wait()
 
-    def saved(self) -> bool:
-        """Returns False if the last checkpoint was not written because the model is not finite."""
-        return self._saver.wait()
-
-    def _newest(self) -> tuple[Any, int] | None:
-        """Returns what load_newest finds on this worker."""
-        needs = self._trained.needs | {"deal": dict, "totals": dict}
-        return checkpoint.load_newest(self.folder.checkpoints, rank=0, alone=True, needs=needs)
-
     def _found(self) -> None:
         """Starts the first worker afresh, or from the newest checkpoint, also after all workers were lost."""
-        run, number, before = self.run, self.members.generation, None
-        goes_on = run.recipe.resume or number > 1
-        if goes_on and (found := self._newest()):
+        number, before = self.members.generation, None
+        needs = self._needs | {"deal": dict, "totals": dict}
+        newest = functools.partial(checkpoint.load_newest, self.folder.checkpoints, rank=0, alone=True, needs=needs)
+        if (self.recipe.resume or number > 1) and (found := newest()):
             self.take(self.method, found[0])
             before = found[0].get("total")
-            self.deal = self.deal.again(number, self.drawn, run.world_size, self.samples, self.share)
-        self.folder.begin(run.step, run.total, before)
+            self.deal = self.deal.again(number, self.drawn, self.world_size, self.samples, self.share)
+        self.folder.begin(self.step, self.total, before)
 
     # -- changes ----------------------------------------------------------------------------------------------
 
@@ -227,18 +215,18 @@ class Elastic(Script):
 
     def on_change(self, reports: list[Report | None]) -> None:
         """Adapts to a new generation."""
-        run, members = self.run, self.members
-        run.rank, run.world_size = members.rank * members.island + members.island_rank, members.size * members.island
+        members = self.members
+        self.rank, self.world_size = members.rank * members.island + members.island_rank, members.size * members.island
         known = [r for r in reports if r is not None]
-        self.deal = Deal(members.generation, 0, 0, run.world_size)
+        self.deal = Deal(members.generation, 0, 0, self.world_size)
         if known:
             latest = max((Deal(**r["deal"]) for r in known), key=lambda deal: deal.number)
             step = min(r["step"] for r in known)
-            self.deal = latest.again(members.generation, step, run.world_size, self.samples, self.share)
-        if run.rank == 0 and not self.folder.writes:
-            self.folder.lead(run.recipe, self._nominal, run.device, goes_on=members.generation > 1)
+            self.deal = latest.again(members.generation, step, self.world_size, self.samples, self.share)
+        if self.rank == 0 and not self.folder.writes:
+            self.folder.lead(self.recipe, self._nominal, self.device, goes_on=members.generation > 1)
             if self._trains:
-                self.folder.begin(run.step, run.total)  # drawn may be one more, for a step that is not logged yet
+                self.folder.begin(self.step, self.total)  # drawn may be one more, for a step that is not logged yet
         if self._trains:
             pairs = ("lost", self._names, members.names), ("came", members.names, self._names)
             changes = [f"{', '.join(n for n in a if n not in b)} {what}" for what, a, b in pairs if {*a} - {*b}]

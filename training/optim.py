@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from core.checkpoint.stored import reason
 from core.errors import UserError
+from training.start.errors import explained
 
 OWN = ("sgd", "adamw", "adam", "muon")
 LARGE = 1e4  # above any sensible learning rate, norm or decay
@@ -107,12 +107,10 @@ def of_timm(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Op
         near = ", ".join(difflib.get_close_matches(config.name, [*OWN, *known], n=3)) or ", ".join(OWN)
         raise UserError(f"optim name={config.name!r}: neither ours nor timm's; did you mean {near}?")
     given = {key: value for key in ("betas", "eps") if (value := getattr(config, key)) != getattr(OptimConfig, key)}
-    try:
+    with explained(f"optim name={config.name!r}: cannot be made", "give another"):  # some need a package, or a GPU
         if optim.get_optimizer_info(config.name).second_order:
             raise ValueError("it needs gradients of gradients")
         return optim.create_optimizer_v2(groups, config.name, config.lr, momentum=config.momentum, **given)
-    except Exception as error:  # some need another package, a GPU, or more betas
-        raise UserError(f"optim name={config.name!r}: cannot be made ({reason(error)}): give another") from None
 
 
 def layer_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:

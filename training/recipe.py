@@ -14,7 +14,6 @@ import tyro
 
 from core import CO2Config, UserError
 from core.baselines.table import REGISTRY, check_settings, spec_of
-from training.data.files import paths_from_home
 from training.layout import Layout
 from training.optim import OptimConfig
 from training.start.script import launch, parse_options
@@ -258,7 +257,6 @@ def parse(recipes: Mapping[str, R], argv: Sequence[str] | None = None, prog: str
         use_underscores=True,
         config=(tyro.conf.AvoidSubcommands,),
     )
-    recipe = paths_from_home(recipe)
     if recipe.out == Path():
         raise UserError("out='' is the folder that you are in: name one of the run's own, such as runs/mine")
     refuse_unused(recipe, default)

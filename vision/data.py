@@ -17,9 +17,7 @@ import training.prepared  # noqa: F401
 import functools
 import io
 import itertools
-import lzma
 import tarfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +31,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from core import UserError
-from core.checkpoint.stored import reason
-from training.data.files import cached, damaged, data_root, missing, read_arrays
+from training.data.files import cached, data_root, missing, read_arrays
 from training.data.images import read_rgb
 from training.data.samples import Key, eval_keys, generator, load_batches, mix, seeded, train_keys
+from training.start.errors import explained
 from training.start.workers import to_device, upload
-from vision.index import Pictures, Shards, tars
+from vision.index import Samples, in_folders, in_shards, tars
 from vision.model import image_size, weights_config
 from vision.recipes import VisionRecipe
 
@@ -86,7 +84,6 @@ def mirrored(places: Tensor, size: int) -> Tensor:
 # -- ImageNet ---------------------------------------------------------------------------------------------------------
 
 
-Samples = Pictures | Shards
 STATISTICS = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 
@@ -119,7 +116,7 @@ class ImageNet:
     """Labeled images in class folders or tar shards. DataLoader workers decode and augment them."""
 
     def __init__(self, folder: Path):
-        self.samples: Samples = Shards(folder) if tars(folder) else Pictures(folder)
+        self.samples = in_shards(folder) if tars(folder) else in_folders(folder)
         self.classes = self.samples.classes
 
     def number_as(self, classes: tuple[str, ...]) -> None:
@@ -127,7 +124,7 @@ class ImageNet:
         if classes != self.classes:
             place = {name: i for i, name in enumerate(classes)}
             to = [place[name] for name in self.classes]
-            self.samples.samples = [(*image, to[label]) for *image, label in self.samples.samples]  # pyright: ignore
+            self.samples.samples = [(*image, to[label]) for *image, label in self.samples.samples]
             self.classes = classes
 
     def __len__(self) -> int:
@@ -180,12 +177,8 @@ class Augmented(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int]:
         index = key[-1] % len(self.samples)  # the index of a copy is larger
-        try:
+        with explained(f"{self.samples.name(index)}: not a readable image", "fetch it again or remove it"):
             image, label = self.samples.read(index)
-        except UserError:
-            raise
-        except Exception:  # Pillow's formats raise many kinds of errors
-            raise UserError(f"{self.samples.name(index)}: not a readable image; fetch it again or remove it") from None
         with seeded(mix(*key)):
             return self.transform(image), label
 
@@ -193,7 +186,7 @@ class Augmented(Dataset[tuple[Tensor, int]]):
 def train_transform(recipe: VisionRecipe) -> Any:
     """Returns timm's training transform up to normalization: random resized crop, flip, and the recipe's options."""
     c = data_config(recipe)
-    try:
+    with explained(f"auto_augment={recipe.auto_augment!r}", "give a policy of timm, such as rand-m9-mstd0.5-inc1"):
         return create_transform(
             c["input_size"],
             is_training=True,
@@ -203,9 +196,6 @@ def train_transform(recipe: VisionRecipe) -> Any:
             mean=c["mean"],  # RandAugment fills with it
             use_prefetcher=True,
         )
-    except Exception as error:  # timm raises many kinds of errors for an unknown policy
-        remedy = "give a policy of timm, such as rand-m9-mstd0.5-inc1"
-        raise UserError(f"auto_augment={recipe.auto_augment!r} ({reason(error)}): {remedy}") from None
 
 
 # -- images in memory -------------------------------------------------------------------------------------------------
@@ -305,25 +295,12 @@ def cifar10() -> tuple[Images, Images]:
         raise missing("CIFAR-10", archive.parent, f"{archive.name} (JPEGs in split/class/file)", "digits_small")
     key = f"cifar10-{archive.stat().st_size}-{archive.stat().st_mtime_ns}"
     folder = cached(key, lambda target: np.savez(target / ARRAYS, **_decode(archive)))
-    classes, *arrays = _decoded(folder / ARRAYS)
+    names = "classes", "train_x", "train_y", "test_x", "test_y"
+    classes, *arrays = read_arrays(folder / ARRAYS, *names, remedy=f"remove {folder}, it is made again")
     # the channel statistics that are commonly used for CIFAR-10
     shared = dict(classes=tuple(classes.tolist()), mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
     train_x, train_y, test_x, test_y = map(torch.from_numpy, arrays)
     return Images(train_x, train_y, **shared), Images(test_x, test_y, **shared)
-
-
-def _decoded(path: Path) -> list[np.ndarray]:
-    """Returns classes, train_x, train_y, test_x and test_y from the cache."""
-    try:
-        classes, *arrays = read_arrays(path, "classes", "train_x", "train_y", "test_x", "test_y")
-        for x, y in (arrays[:2], arrays[2:]):
-            if x.dtype != np.uint8 or x.shape[1:] != (3, 32, 32) or y.dtype != np.int64 or y.shape != x.shape[:1]:
-                raise ValueError(f"{x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}")
-            if not len(y) or y.min() < 0 or y.max() >= len(classes):
-                raise ValueError("labels of no class")
-    except ValueError as error:
-        raise damaged("CIFAR-10", path, error) from None
-    return [classes, *arrays]
 
 
 def _decode(archive: Path) -> dict[str, np.ndarray]:
@@ -346,27 +323,19 @@ def _decode(archive: Path) -> dict[str, np.ndarray]:
 def _jpegs(archive: Path) -> dict[str, list[tuple[str, str, bytes]]]:
     """Returns (name, class, content) of the files train/CLASS/FILE and test/CLASS/FILE in any folder, by split."""
     items: dict[str, list[tuple[str, str, bytes]]] = {"train": [], "test": []}
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                split, label, _ = ["", "", *member.name.split("/")][-3:]
-                file = tar.extractfile(member) if member.isfile() and split in items else None
-                if file is not None:
-                    items[split].append((member.name, label, file.read(LARGEST_JPEG)))
-    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, ValueError) as error:
-        words = " ".join(str(error).split())
-        raise UserError(f"{archive}: cannot be read as a tar archive ({words[:200]}); fetch it again") from None
+    with explained(f"{archive}: cannot be read as a tar archive", "fetch it again"), tarfile.open(archive) as tar:
+        for member in tar:
+            split, label, _ = ["", "", *member.name.split("/")][-3:]
+            file = tar.extractfile(member) if member.isfile() and split in items else None
+            if file is not None:
+                items[split].append((member.name, label, file.read(LARGEST_JPEG)))
     return items
 
 
 def _pixels(archive: Path, name: str, content: bytes) -> np.ndarray:
     """Returns the pixels of a JPEG, uint8 [32, 32, 3]."""
-    try:
+    with explained(f"{archive}: {name} is not a readable image", "fetch it again"):
         pixels = np.asarray(read_rgb(io.BytesIO(content), f"{archive}: {name}"))
-    except UserError:
-        raise
-    except Exception:  # Pillow's formats raise many kinds of errors
-        raise UserError(f"{archive}: {name} is not a readable image; fetch it again") from None
     if pixels.shape != (32, 32, 3):
         size = " x ".join(map(str, pixels.shape[:2]))
         raise UserError(f"{archive}: {name} has {size} pixels, not 32 x 32; fetch it again")

@@ -17,7 +17,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from training.data.files import paths_from_home
 from training.start.script import launch, parse_options
 
 ROWS = {  # folder -> options
@@ -43,7 +42,7 @@ class Demo:
 
 
 def main() -> int:
-    demo = paths_from_home(parse_options(Demo, prog="python -m vision.demo", use_underscores=True))
+    demo = parse_options(Demo, prog="python -m vision.demo", use_underscores=True)
     out = demo.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     print(
         f"{demo.workers} workers on this machine's CPU, scikit-learn's digits, {demo.epochs} epochs each.\n"

@@ -16,51 +16,63 @@ import os
 import posixpath
 import re
 import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from core import UserError
-from training.data.files import cached, damaged, entries, unreadable
+from training.data.files import cached, entries, unreadable
 from training.data.images import read_rgb
+from training.start.errors import explained
 
 T = TypeVar("T")
 END, PARTS = b"\0", b"\0\0"  # after each entry, and between the two lists; file names have no zero bytes
 
 
-class Pictures:
-    """The images in a folder of class folders, as torchvision's ImageFolder finds and numbers them.
+@dataclass
+class Samples:
+    """Labeled images.
 
     Attributes:
-        classes: Names of the classes, sorted.
-        samples: (path, place in `classes`) of each image.
+        classes: Names of the classes. Those of shards are numbers.
+        samples: (path, place in `classes`) of each image, or in shards (path, first byte, number of bytes, place).
     """
 
-    def __init__(self, folder: Path):
-        self.classes = tuple(path.name for path in entries(folder) if path.is_dir())
-        if not self.classes:
-            raise UserError(f"{folder}: no class folder in it; every class is a folder with images")
-        label = {name: i for i, name in enumerate(self.classes)}
-
-        def place(name: str) -> tuple[str, int] | None:
-            found = label.get(name.split(os.sep, 1)[0])
-            return None if found is None else (os.path.join(folder, name), found)
-
-        self.samples = listed_once(folder, [*self.classes], lambda: pictures(folder, self.classes), place)
+    classes: tuple[str, ...]
+    samples: Sequence[tuple[Any, ...]]
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Returns (RGB image, class)."""
-        path, label = self.samples[index]
-        return read_rgb(path, path), label
+        path, *part, label = self.samples[index]
+        with open(path, "rb") as file:
+            if part:
+                file.seek(part[0])
+            return read_rgb(io.BytesIO(file.read(*part[1:])), self.name(index)), label
 
     def name(self, index: int) -> str:
-        return self.samples[index][0]
+        path, *part, _ = self.samples[index]
+        return f"{path}, the image at byte {part[0]}" if part else path
+
+
+def in_folders(folder: Path) -> Samples:
+    """Returns the images in a folder of class folders, as torchvision's ImageFolder finds and numbers them."""
+    classes = tuple(path.name for path in entries(folder) if path.is_dir())
+    if not classes:
+        raise UserError(f"{folder}: no class folder in it; every class is a folder with images")
+    label = {name: i for i, name in enumerate(classes)}
+
+    def place(name: str) -> tuple[str, int] | None:
+        found = label.get(name.split(os.sep, 1)[0])
+        return None if found is None else (os.path.join(folder, name), found)
+
+    return Samples(classes, listed_once(folder, [*classes], lambda: pictures(folder, classes), place))
 
 
 def pictures(root: Path, classes: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -108,14 +120,12 @@ def listed_once(
     key = _hash(str(folder.resolve()), *_states(folder, names))
     while True:
         index = cached(f"index-{key}", lambda target: _write(target / "files", folder, *listing())) / "files"
-        try:
+        with explained(f"{index}: the list of images is damaged", f"remove {index.parent}, it is made again"):
             content = index.read_bytes()
             listed, folders = ([os.fsdecode(n) for n in part.split(END) if n] for part in content.split(PARTS))
             found = [read(entry) for entry in listed]
-        except (OSError, ValueError) as error:
-            raise damaged("the images' index", index, type(error).__name__) from None
-        if not found or None in found or len(folders) % 2:
-            raise damaged("the images' index", index, "an entry names no image")
+            if not found or None in found or len(folders) % 2:
+                raise ValueError("an entry names no image")
         now = _states(folder, folders[::2])
         if now == folders[1::2]:
             return found  # pyright: ignore[reportReturnType]
@@ -168,38 +178,15 @@ def tars(folder: Path) -> list[Path]:
     return shards
 
 
-class Shards:
-    """The images of all *.tar files in a folder, in the order of the files and of their members.
-
-    Attributes:
-        classes: Numbers of the classes, as text, in order.
-        samples: (shard, first byte, number of bytes, place in `classes`) of each image.
-    """
-
-    def __init__(self, folder: Path):
-        shards = tars(folder)
-        names = [shard.name for shard in shards]
-        known = set(names)  # of hundreds of shards, and an index has a million entries
-        listing = lambda: ([entry for shard in shards for entry in _members(shard)], [])  # noqa: E731
-        found = listed_once(folder, names, listing, lambda entry: _place(entry, folder, known))
-        numbers = sorted({label for *_, label in found})
-        self.classes = tuple(map(str, numbers))
-        place = {number: i for i, number in enumerate(numbers)}
-        self.samples = [(path, at, size, place[label]) for path, at, size, label in found]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """Returns (RGB image, class)."""
-        path, at, size, label = self.samples[index]
-        with open(path, "rb") as file:
-            file.seek(at)
-            return read_rgb(io.BytesIO(file.read(size)), self.name(index)), label
-
-    def name(self, index: int) -> str:
-        path, at, *_ = self.samples[index]
-        return f"{path}, the image at byte {at}"
+def in_shards(folder: Path) -> Samples:
+    """Returns the images of all *.tar files in a folder, in the order of the files and of their members."""
+    shards = tars(folder)
+    names = [shard.name for shard in shards]
+    known = set(names)  # of hundreds of shards, and an index has a million entries
+    listing = lambda: ([entry for shard in shards for entry in _members(shard)], [])  # noqa: E731
+    found = listed_once(folder, names, listing, lambda entry: _place(entry, folder, known))
+    place = {number: i for i, number in enumerate(sorted({label for *_, label in found}))}
+    return Samples(tuple(map(str, place)), [(path, at, size, place[label]) for path, at, size, label in found])
 
 
 def _place(entry: str, folder: Path, names: set[str]) -> tuple[Path, int, int, int] | None:

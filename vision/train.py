@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from core.checkpoint.stored import reason
 from core.errors import UserError
 from training.data.samples import eval_share, steps_per_epoch
 from training.elastic import repeated
+from training.loop.kinds import open_run
 from training.loop.run import Run
 from training.optim import Scalars, backward_in_parts, count_once, evaluating, make_optimizer, make_schedule
+from training.start.errors import explained
 from training.weights.read import keep_names, load_weights
 from vision import data
 from vision.data import ImageNet
@@ -35,7 +36,7 @@ def main() -> None:
     if recipe.dry_run:
         return dry_run(recipe, make_model)
     train_set, test_set = data.load(recipe.dataset)
-    with Run(recipe) as run:
+    with open_run(recipe) as run:
         train(run, recipe, train_set, test_set)
 
 
@@ -72,13 +73,9 @@ def check_images(model: nn.Module, recipe: VisionRecipe) -> None:
     """Refuses a model of timm that does not take the data set's images."""
     shape = data.SHAPES[recipe.dataset]
     side = shape.image_size
-    try:
-        with torch.no_grad(), evaluating(model):
-            model(torch.zeros(2, shape.in_chans, side, side))
-    except (AssertionError, RuntimeError, ValueError) as error:
-        images = f"the {side} x {side} pixels of {recipe.dataset} ({reason(error)})"
-        remedy = f"choose another, such as {', '.join(SMALL)}"
-        raise UserError(f"model {recipe.model!r} does not take {images}: {remedy}") from None
+    what = f"model {recipe.model!r} does not take the {side} x {side} pixels of {recipe.dataset}"
+    with explained(what, f"choose another, such as {', '.join(SMALL)}"), torch.no_grad(), evaluating(model):
+        model(torch.zeros(2, shape.in_chans, side, side))
 
 
 def train(run: Run, recipe: VisionRecipe, train_set: Dataset, test_set: Dataset) -> None:

@@ -47,6 +47,7 @@ from core.local_update import Loop
 from core.stats import RoundStats
 from training.data.samples import mix
 from training.optim import evaluating
+from training.start.errors import explained
 
 NUMBERS = 3  # (sum of the samples' losses at W + eps z, the same at W - eps z, samples)
 
@@ -222,13 +223,9 @@ class ScalarLog:
         Raises:
             UserError: If it is another file, or is cut short.
         """
-        try:
-            with safe_open(path, "pt") as file:
-                return cls.from_state(json.loads(file.metadata()["rest"]) | {"g": file.get_tensor("g").tolist()})
-        except Exception:  # the library raises an error of its own
-            raise UserError(
-                f"{path} is no whole list of a zeroth-order run's scalars: give a file of ScalarLog.save"
-            ) from None
+        what = f"{path} is no whole list of a zeroth-order run's scalars"
+        with explained(what, "give a file of ScalarLog.save"), safe_open(path, "pt") as file:
+            return cls.from_state(json.loads(file.metadata()["rest"]) | {"g": file.get_tensor("g").tolist()})
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "lrs": self.lrs, "g": list(self.g)}

@@ -228,7 +228,7 @@ def test_a_run_adds_its_rounds_up_and_resumes():
     assert overlap.hidden_share == 1.0 and overlap.link_mbit == 0.0
     overlap.add(round_stats(allreduce_seconds=0.5, exposed_seconds=0.1, bytes_sent=1_000_000))
     resumed = Overlap()
-    vars(resumed).update(vars(overlap))  # as training/loop/static_run.py keeps it
+    vars(resumed).update(vars(overlap))  # as training/loop/run.py keeps it
     resumed.add(round_stats(allreduce_seconds=1.5, exposed_seconds=0.5, bytes_sent=3_000_000))
     assert resumed.summary() == pytest.approx(
         {

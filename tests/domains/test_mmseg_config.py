@@ -131,7 +131,8 @@ def test_a_name_of_weights_is_one_file_with_or_without_a_hash(tmp_path: Path, mo
 def test_mistakes_are_told_in_one_line(mistake: Mistakes, tmp_path: Path) -> None:
     given: Any = ("segmentation.train", "--config", "nowhere.py")
     assert "config=nowhere.py: no such file" in mistake(*given)
-    assert "sync_bn='all' does not go with method='co2'" in mistake(*given, "--sync_bn", "all")
+    assert "error: sync_bn='all' does not go with method='co2'" in mistake(*given, "--sync_bn", "all")
+    assert "error: Unrecognized options: --methd, ddp; did you mean --method" in mistake(*given, "--methd", "ddp")
     (own := tmp_path / "own.py").write_text("custom_hooks = [dict(type='CO2Hook', tau=8)]")
     for method in ("ddp", "co2"):
         told = mistake("segmentation.train", "--config", str(own), "--method", method)

@@ -9,7 +9,7 @@ from scipy.spatial import cKDTree
 from torch import nn
 
 from core import UserError
-from pointcloud.losses import chamfer_distance, earth_mover_distance
+from pointcloud.losses import _CPU_TILE, chamfer_distance, earth_mover_distance
 from pointcloud.model import (
     Autoencoder,
     AutoencoderConfig,
@@ -152,11 +152,12 @@ def test_chamfer_by_hand_and_exactly_zero_of_a_cloud_with_itself():
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0], ids=["unit cube", "far from the origin"])
-@pytest.mark.parametrize("tile", [None, 1, 5000], ids=["default", "one row", "uneven"])
-def test_chamfer_equals_kdtree(offset: float, tile: int | None):
+@pytest.mark.parametrize("tile", [_CPU_TILE, 1, 5000], ids=["default", "one row", "uneven"])
+def test_chamfer_equals_kdtree(offset: float, tile: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pointcloud.losses._CPU_TILE", tile)
     x, y = uniform_clouds(0, 3, 500) + offset, uniform_clouds(1, 3, 701) + offset
     expected = [kdtree_chamfer(a, b) for a, b in zip(x.double().numpy(), y.double().numpy(), strict=True)]
-    np.testing.assert_allclose(chamfer_distance(x, y, tile).numpy(), expected, rtol=2e-5)
+    np.testing.assert_allclose(chamfer_distance(x, y).numpy(), expected, rtol=2e-5)
 
 
 def test_gradients_agree_with_finite_differences_and_that_of_emd_vanishes_at_coincidence():

@@ -77,7 +77,8 @@ def test_a_run_folder_of_such_files_is_told_of(tmp_path: Path, kind: str):
     assert collect.hours(tmp_path) == 0.0 and collect.warm_rate(tmp_path) is None
     made_of = {"recipe": {}, "command": [], "commit": "", "world_size": 1}
     if kind not in ("infinity", "texts for numbers"):  # of which a resumed run reads nothing
-        assert "config.json is damaged" in settings.resumed(tmp_path / "config.json", made_of, Recipe)[1]
+        with pytest.raises(UserError, match="config.json is damaged"):
+            settings.resumed(tmp_path / "config.json", made_of, Recipe)
     folder._cut(tmp_path / "metrics.jsonl", 10)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 

@@ -194,12 +194,12 @@ ONE_OF_EACH = {"train/a/0.jpg": jpeg(20), "test/a/0.jpg": jpeg(90)}
 )
 def test_an_archive_of_something_else_is_named(archive: Path, files: dict[str, bytes], words: str):
     write(archive, files)
-    with pytest.raises(UserError, match=rf"^{archive}: .*{words}.*; fetch it again$"):
+    with pytest.raises(UserError, match=rf"^{archive}: .*{words}.*[;:] fetch it again$"):
         data.cifar10()
     assert not list(archive.parent.glob("cache/[!.]*")), "nothing is left of what failed"
 
 
-CHANGES = ("npy", "objects", "floats", "grey", "labels", "none", "train_y", "classes")
+CHANGES = ("npy", "objects", "train_y", "classes")
 
 
 @pytest.mark.parametrize("change", [*sorted(DAMAGES.keys() - {"missing", "broken link"}), *CHANGES])
@@ -208,24 +208,16 @@ def test_a_damaged_cache_is_named(archive: Path, change: str):
     (cache,) = archive.parent.glob("cache/*/*.npz")
     with np.load(cache) as file:
         arrays = dict(file)
-    x, y = arrays["train_x"], arrays["train_y"]
-    others: dict[str, dict[str, Any]] = {
-        "objects": {"train_x": np.array([None, {}], dtype=object)},
-        "floats": {"train_x": x.astype(np.float32)},
-        "grey": {"test_x": arrays["test_x"][:, :1]},
-        "labels": {"train_y": y + 5},
-        "none": {"train_x": x[:0], "train_y": y[:0]},
-    }
     if change in DAMAGES:
         DAMAGES[change](cache)
     elif change == "npy":
         with open(cache, "wb") as to:
-            np.save(to, x)
+            np.save(to, arrays["train_x"])
     elif change in arrays:
         np.savez(cache, **{name: array for name, array in arrays.items() if name != change})
     else:
-        np.savez(cache, **arrays | others[change])
-    said = rf"^{cache}: the cache of CIFAR-10 is damaged .*: remove {cache.parent}, it is made again$"
+        np.savez(cache, **arrays | {"train_x": np.array([None, {}], dtype=object)})
+    said = rf"^{cache} cannot be read .*: remove {cache.parent}, it is made again$"
     with pytest.raises(UserError, match=said):
         data.cifar10()
 

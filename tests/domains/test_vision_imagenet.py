@@ -168,7 +168,9 @@ def test_a_damaged_index_is_named(shards: Path, tmp_path: Path, content: str | b
 def test_an_image_that_cannot_be_read_is_named(folders: Path):
     (folders / "train" / "a" / "1.JPEG").write_bytes(b"no image")
     for workers in (0, 1):
-        with pytest.raises(UserError, match=r"^\S*train/a/1.JPEG: not a readable image; .*$"):
+        with pytest.raises(
+            UserError, match=r"^\S*train/a/1.JPEG: not a readable image .*: fetch it again or remove it$"
+        ):
             imagenet_batches(loader_workers=workers)
 
 

@@ -44,16 +44,13 @@ class Example(NamedTuple):
 
 EXAMPLES = {
     "accelerate_loop": Example(),
-    "hf_trainer": Example(accuracy=0.15, torchvision=True),
+    "hf_trainer": Example(accuracy=0.15, torchvision=True, resumes=True, checkpoints="checkpoint-*"),
     "lightning_fit": Example(torchvision=True),
     "attach": Example(),
     "fsdp2": Example(workers=4, resumes=True),
     "torchtitan_llama": Example(workers=4, needs="torchtitan"),
     "nanogpt": Example(accuracy=0.35, resumes=True),
     "timm_train": Example(torchvision=True, resumes=True, options="--output {folder} --resume {folder}"),
-    "run_clm": Example(
-        accuracy=0.15, torchvision=True, resumes=True, options="--output_dir {folder}", checkpoints="checkpoint-*"
-    ),
 }
 
 

@@ -17,7 +17,7 @@ from tests.runs import Loop
 from training.data.samples import generator, train_keys
 from training.elastic import repeated
 from training.folder.run_folder import RunFolder
-from training.loop.run import Run
+from training.loop.kinds import open_run
 from training.optim import OptimConfig
 from training.recipe import Recipe
 
@@ -74,7 +74,7 @@ def toy(
         return total / count
 
     trace, seen = {}, list[Any]()
-    with Run(recipe) as run:
+    with open_run(recipe) as run:
         torch.manual_seed(int(os.environ["RANK"]))  # rank 0's parameters go to all
         if name.endswith(".1"):
             Path(folder, "came").touch()

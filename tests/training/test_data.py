@@ -25,7 +25,7 @@ from language.finetune_recipes import RECIPES as FINETUNE
 from tests.imports import ROOT
 from tests.scripts import Mistakes
 from training.counters import Period, Stopwatch
-from training.data.files import build_whole, cached, data_root, from_home, paths_from_home
+from training.data.files import build_whole, cached, data_root
 from training.data.samples import (
     epoch_batches,
     eval_keys,
@@ -39,6 +39,8 @@ from training.data.samples import (
 )
 from training.folder.rounds import RoundLog
 from training.recipe import Recipe, parse
+from training.start.errors import explained
+from training.start.script import from_home, parse_options
 from vision.recipes import RECIPES
 
 # what is not there -> (what opens it, and with what; the folder below that of all data; the recipe that needs no data)
@@ -369,12 +371,26 @@ def test_recipes_data_cache_and_commands_take_it(home: Path, monkeypatch: pytest
         out: Path
         plot: Path | None = None
         name: str = "~"
+        texts: tuple[Path, ...] = ()
 
-    assert paths_from_home(Asked(Path("~/a"), Path("~/b.png"))) == Asked(home / "a", home / "b.png")
-    assert paths_from_home(Asked(Path("a"))) == Asked(Path("a"))
+    typed = ["--out", "~/a", "--plot=~/b.png", "--texts", "~/c", "d"]
+    assert parse_options(Asked, args=typed) == Asked(home / "a", home / "b.png", "~", (home / "c", Path("d")))
+
+    def act(out: Path) -> Path:
+        return out
+
+    assert parse_options(act, args=["--out=~/a"]) == home / "a"
     (home / "cluster.json").write_text("[]")
     command = ["training.plan", "--cluster=~/cluster.json", "--model=gpt-125m", "--batch=8"]
     assert f"{home}/cluster.json is no report of the doctor (format 1)" in mistake(*command)
+
+
+def test_a_librarys_error_is_one_line_and_a_lack_of_memory_stays_one():
+    with pytest.raises(UserError, match=r"^x: bad \(KeyError: 'a'\): mend it$"), explained("x: bad", "mend it"):
+        raise KeyError("a")
+    for error in (UserError("own words"), MemoryError("no room")):
+        with pytest.raises(type(error), match=f"^{error}$"), explained("x: bad", "mend it"):
+            raise error
 
 
 def test_what_is_not_installed_is_one_line():

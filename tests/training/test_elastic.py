@@ -25,9 +25,6 @@ from tests.training.elastic_toy import STEPS, toy
 from training import elastic as elastic
 from training.data.samples import train_keys
 from training.elastic import Deal
-from training.folder.rounds import RoundLog
-from training.folder.run_folder import RunFolder
-from training.loop.progress import Progress, TrainState
 from training.optim import OptimConfig, make_schedule
 from training.recipe import Recipe
 from training.start.script import launch
@@ -65,11 +62,9 @@ def test_no_sample_is_dealt_twice_and_few_are_missed(changes: dict[int, int]):
 # -- checkpoints ----------------------------------------------------------------------------------------------
 
 
-def first_worker(folder: Path, device: torch.device | None = None) -> elastic.Elastic:
+def first_worker(folder: Path) -> elastic.Elastic:
     """One that trains nothing."""
-    progress = Progress(Recipe(batch_size=1), device or torch.device("cpu"))
-    run_folder = RunFolder(folder, 0, progress.clock)
-    return elastic.Elastic(progress, run_folder, RoundLog(progress.recipe, run_folder, progress.device))
+    return elastic.Elastic(Recipe(batch_size=1, elastic=True, device="cpu", out=folder))
 
 
 def test_the_first_worker_alone_saves_what_all_others_get(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -79,11 +74,11 @@ def test_the_first_worker_alone_saves_what_all_others_get(tmp_path: Path, capsys
     schedule = make_schedule(optimizer, 9, OptimConfig())
     worker.members = Members(dist.HashStore(), "0.0")
     worker.method = elastic_co2(model.parameters(), CO2Config(tau=3), members=worker.members)
-    worker._trained = TrainState(model, optimizer, schedule, worker.method, "co2", worker.run.snapshots)
+    worker.model, worker.optimizer, worker.schedule = model, optimizer, schedule
     for worker.drawn, bias in enumerate((1.0, 2.0, float("nan"), float("inf"))):
         nn.init.constant_(model.bias, bias)
         worker.save()
-        assert worker.saved() == (worker.drawn < 2)
+        assert worker._saved() == (worker.drawn < 2)
     assert capsys.readouterr().err.count("not finite: no checkpoint is written") == 2
     found = checkpoint.load_newest(worker.folder.checkpoints, rank=0)
     assert found is not None and found[1] == 1
@@ -96,8 +91,10 @@ def test_its_gpu_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     taken: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.delenv("CO2_WORKER", raising=False)
+    worker = first_worker(tmp_path)
+    worker.device = torch.device("cuda:1")
     with pytest.raises(UserError, match="core.elastic.launch"):
-        first_worker(tmp_path, torch.device("cuda:1")).meet()
+        worker._meet()
     assert taken == [torch.device("cuda:1")]
 
 

@@ -360,7 +360,7 @@ def test_batch_norm_needs_two_samples_in_each_part(batch: int, workers: int, acc
 
 STORED = {"name": "toy", "method": "ddp", "batch_size": 4}
 DAMAGED = [
-    ({"recipe": STORED, "world_size": "x"}, "world_size='x' is no number of workers; give the folder of a run"),
+    ({"recipe": STORED, "world_size": "x"}, "world_size='x' is no number of workers): give the folder of a run"),
     ({"recipe": STORED, "world_size": 0}, "world_size=0 is no number of workers"),
     ({"recipe": STORED | {"batch_size": "4"}, "world_size": 1}, "config.json is damaged ("),
     (

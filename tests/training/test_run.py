@@ -22,7 +22,6 @@ from tests.runs import Loop, Plain, rows, summary
 from training.data.samples import generator
 from training.folder.run_folder import table
 from training.loop.run import Run
-from training.loop.static_run import StaticRun
 from training.optim import OptimConfig
 from training.weights.evaluate import evaluate_run
 
@@ -61,8 +60,8 @@ def test_a_resume_on_data_that_give_another_length_is_refused(tmp_path: Path, mo
         train(tmp_path / "now", 15, resume=True)
     train(tmp_path / "now", 15, crash_at=9, resume=True, extend=True)
     train(tmp_path / "now", 18, resume=True)  # --extend stays set
-    counted = StaticRun._counted
-    monkeypatch.setattr(StaticRun, "_counted", lambda self: {k: v for k, v in counted(self).items() if k != "total"})
+    counted = Run._counted
+    monkeypatch.setattr(Run, "_counted", lambda self: {k: v for k, v in counted(self).items() if k != "total"})
     train(tmp_path / "older", 12, crash_at=6)
     monkeypatch.undo()
     train(tmp_path / "older", 15, resume=True)

@@ -1,6 +1,5 @@
 """Files of data: the folder of data sets, the cache, and paths and names as users and other programs write them."""
 
-import dataclasses
 import errno
 import fcntl
 import os
@@ -15,6 +14,8 @@ import numpy as np
 
 from core.checkpoint.stored import reason
 from core.errors import UserError
+from training.start.errors import explained
+from training.start.script import from_home
 
 T = TypeVar("T")
 
@@ -22,24 +23,6 @@ T = TypeVar("T")
 def data_root() -> Path:
     """Returns the folder that CO2_DATA names, with ~ expanded, or else `data` in the working directory."""
     return from_home(os.environ.get("CO2_DATA") or "data")
-
-
-def from_home(path: str | Path) -> Path:
-    """Returns the path with ~ and ~user replaced by that home folder. A shell does so only at the start of a word."""
-    found = os.path.expanduser(path)
-    if (first := found.split(os.sep)[0]).startswith("~") and not os.path.lexists(first):
-        raise UserError(f"{path}: {first} is no user here: give the whole path")
-    return Path(found)
-
-
-def paths_from_home(options: T) -> T:
-    """Returns the dataclass with from_home applied to every path in its fields."""
-    changed = {}
-    for f in dataclasses.fields(options):  # pyright: ignore[reportArgumentType]
-        value = getattr(options, f.name)
-        if isinstance(value, Path) and str(value).startswith("~"):
-            changed[f.name] = from_home(value)
-    return dataclasses.replace(options, **changed) if changed else options  # pyright: ignore[reportArgumentType]
 
 
 def hidden(path: str | Path, folder: str | Path) -> bool:
@@ -129,18 +112,10 @@ def _unwritable(cache: Path, error: OSError) -> UserError:
     return UserError(f"the cache {cache} cannot be written ({reason(error)}): set CO2_CACHE to another folder")
 
 
-def damaged(what: str, file: Path, why: object) -> UserError:
-    """Returns the error for a damaged file in the cache, in one line."""
-    return UserError(f"{file}: the cache of {what} is damaged ({why}): remove {file.parent}, it is made again")
-
-
-def read_arrays(path: Path, *names: str) -> list[np.ndarray]:
-    """Returns arrays of an .npz file. Raises ValueError, in one line, if it is damaged or lacks one of them."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return [np.asarray(file[name]) for name in names]
-    except Exception as error:  # zipfile, zlib and NumPy raise many kinds of errors
-        raise ValueError(reason(error)) from None
+def read_arrays(path: Path, *names: str, remedy: str = "copy it again") -> list[np.ndarray]:
+    """Returns arrays of an .npz file. Raises UserError, with the remedy, if it is damaged or lacks one of them."""
+    with explained(f"{path} cannot be read", remedy), np.load(path, allow_pickle=False) as file:
+        return [np.asarray(file[name]) for name in names]
 
 
 def printable(text: str) -> str:

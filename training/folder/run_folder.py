@@ -26,6 +26,7 @@ from training.counters import Stopwatch
 from training.folder.settings import describe, resumed
 from training.folder.tracker import Tracker
 from training.recipe import Recipe, flat
+from training.start.errors import explained
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -71,17 +72,15 @@ class RunFolder:
         Raises:
             UserError: On all workers, if the folder holds another run, or a run in progress.
         """
-        refusal = attempt = ""
+        refusal = ""
         if self.writes:
             try:
-                refusal = self._take(recipe, world_size, device, resume=recipe.resume)
-                attempt = new_attempt(self.checkpoints)
+                with explained(f"{self.path} cannot be written", "choose another --out"):
+                    self._take(recipe, world_size, device, resume=recipe.resume)
+                    self.attempt = new_attempt(self.checkpoints)
             except UserError as error:
                 refusal = str(error)
-            except (OSError, ValueError) as error:  # ValueError for a name that no file can have
-                reason = getattr(error, "strerror", None) or error
-                refusal = f"{self.path} cannot be written ({reason}): choose another --out"
-        refusal, self.attempt, self.extends = of_all((refusal, attempt, self.extends))[0]
+        refusal, self.attempt, self.extends = of_all((refusal, self.attempt, self.extends))[0]
         if refusal:
             self.close()
             raise UserError(refusal)
@@ -94,35 +93,36 @@ class RunFolder:
         self.writes = True
         self.attempt = new_attempt(self.checkpoints)
         resume = recipe.resume or goes_on
-        if refusal := self._take(recipe, world_size, device, resume=resume, force=goes_on):
+        try:
+            self._take(recipe, world_size, device, resume=resume, force=goes_on)
+        except UserError:
             self.close()
-            raise UserError(refusal)
+            raise
 
-    def _take(self, recipe: Recipe, world_size: int, device: torch.device, *, resume: bool, force: bool = False) -> str:
-        """Locks the folder, and writes config.json for a new run. Returns an error message, or ""."""
+    def _take(
+        self, recipe: Recipe, world_size: int, device: torch.device, *, resume: bool, force: bool = False
+    ) -> None:
+        """Locks the folder, and writes config.json for a new run."""
         made_of = describe(recipe, world_size, device)
         self.path.mkdir(parents=True, exist_ok=True)
         for name in (".lock", "config.json", "metrics.jsonl"):
             regular(self.path / name)
         self._lock, holder = _lock(self.path / ".lock")
         if holder and not force:
-            return (
+            raise UserError(
                 f"{self.path} is in use by {holder}: wait for its end, choose another --out or, where that machine is "
                 "gone, remove the folder's .lock"
             )
         file = self.path / "config.json"
         if self._holds_a_run() and not resume:
-            return f"{self.path} holds a run: add --resume to continue it, or choose another --out"
+            raise UserError(f"{self.path} holds a run: add --resume to continue it, or choose another --out")
         if self._holds_a_run() and file.exists():
-            self._resumed, refusal = resumed(file, made_of, type(recipe), saved=bool(finished(self.checkpoints)))
-            if refusal:
-                return refusal
+            self._resumed = resumed(file, made_of, type(recipe), saved=bool(finished(self.checkpoints)))
         else:
             write_whole(file, _json(made_of))  # replaces the file of a failed start
         self.extends = made_of["recipe"]["extend"]
         if recipe.tracker:
             self._tracker = Tracker(recipe.tracker, self.path, made_of, resume=self._resumed is not None)
-        return ""
 
     def _holds_a_run(self) -> bool:
         metrics = self.path / "metrics.jsonl"

@@ -15,7 +15,9 @@ import torch
 
 from core.baselines.table import REGISTRY
 from core.checkpoint.stored import parse_json
+from core.errors import UserError
 from training.recipe import Recipe, flat
+from training.start.errors import explained
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "transformers", "onedl-mmsegmentation")
 
@@ -56,22 +58,17 @@ def of_other_methods(method: str) -> set[str]:
     return {entry.settings.key for entry in REGISTRY.values() if entry.settings and entry.name != method}
 
 
-def resumed(
-    file: Path, config: dict[str, Any], kind: type[Recipe], *, saved: bool = True
-) -> tuple[dict[str, Any], str]:
-    """Returns the new content of config.json for a run that resumes, or an error message if it cannot resume.
+def resumed(file: Path, config: dict[str, Any], kind: type[Recipe], *, saved: bool = True) -> dict[str, Any]:
+    """Returns the new content of config.json for a run that resumes.
 
-    Without a saved checkpoint, the run begins again, so init_from must stay.
+    Without a saved checkpoint, the run begins again, so init_from must stay. UserError if it cannot resume.
     """
-    try:
+    with explained(f"{file} is damaged", "restore it, or remove it and resume with the settings of this run"):
         old = parse_json(file.read_text())
         config["recipe"]["extend"] = bool(config["recipe"].get("extend") or old["recipe"].get("extend"))  # stays set
         was, now = with_defaults(settings(old["recipe"]), kind), settings(config["recipe"])
         changed = [f"{key}: {was[key]} -> {now[key]}" for key in was if key in now and was[key] != now[key]]
         history = [*old.get("history", [])]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        remedy = "restore it, or remove it and resume with the settings of this run"
-        return {}, f"{file} is damaged ({error!r}): {remedy}"
     free = (FREE if saved else FREE - {"init_from"}) | (LENGTH if config["recipe"]["extend"] else set())
     if not kind.batch_norm and not config["recipe"].get("dropout"):
         free |= {"accumulate"}  # otherwise statistics and masks of other micro-batches change the numbers
@@ -82,13 +79,13 @@ def resumed(
     if refused := [c for c in changed if names[c] not in free and names[c].split(".")[0] not in unread]:
         what = ", ".join(refused)
         if {names[change] for change in refused} <= LENGTH:
-            return {}, (
+            raise UserError(
                 f"{file.parent} is a run of another length ({what}), which its learning rate has followed: resume with "
                 "that length, add --extend to stretch the schedule from here on, or choose another --out"
             )
-        return {}, f"{file.parent} holds another run ({what}): resume with its settings, or choose another --out"
+        raise UserError(f"{file.parent} holds another run ({what}): resume with its settings, or choose another --out")
     line = {key: config[key] for key in ("command", "commit", "world_size")} | {"changed": changed}
-    return old | {"recipe": config["recipe"], "history": [*history, line]}, ""
+    return old | {"recipe": config["recipe"], "history": [*history, line]}
 
 
 @functools.cache  # takes 10 ms per package

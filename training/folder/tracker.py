@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from core.checkpoint.stored import reason
 from core.errors import UserError
 from training.recipe import flat
+from training.start.errors import explained
 
 
 class Tracker:
@@ -23,6 +23,10 @@ class Tracker:
         self.kind, file = kind, folder / "tracker.json"
         try:
             self._tool: Any = importlib.import_module(kind)
+        except ModuleNotFoundError as error:
+            raise UserError(f"tracker={kind}: no package {error.name}: pip install it, or leave it out") from None
+        remedy = "set the tool's environment variables, or leave the option out"
+        with explained(f"tracker={kind}: it cannot start", remedy):
             known = json.loads(file.read_text()).get(kind) if resume and file.exists() else None
             plain = json.loads(json.dumps(config, default=str))
             if kind == "wandb":
@@ -35,11 +39,6 @@ class Tracker:
                     self._tool.log_params(flat(plain))
                 known = run.info.run_id
             file.write_text(json.dumps({kind: known}))
-        except ModuleNotFoundError as error:
-            raise UserError(f"tracker={kind}: no package {error.name}: pip install it, or leave it out") from None
-        except Exception as error:  # the tools raise many kinds of errors
-            remedy = "set the tool's environment variables, or leave the option out"
-            raise UserError(f"tracker={kind}: it cannot start ({reason(error)}): {remedy}") from None
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Logs scalars. Both tools send them in the background."""

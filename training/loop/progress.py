@@ -1,29 +1,25 @@
-"""The progress of a run: this worker's place in it, its counters, and the state of what it trains."""
+"""The progress of a run: this worker's place in it and its counters, also for an evaluation alone."""
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
-from core.baselines.table import Method
-from core.checkpoint.runs import Snapshot, load_model, load_optimizer, of_optimizer
+from core.checkpoint.runs import Snapshot
 from core.groups import host_group
 from core.hooks import Requests
-from core.local_update import LocalUpdateMethod
 from training.counters import Averages, Period, Stopwatch
 from training.recipe import Recipe
 from training.start.workers import has_bfloat16, make_link, rank, world_size
 
 
 class Progress:
-    """The state that Run shares with its part for other workers (training/loop/static_run.py, training/elastic.py).
+    """This worker's place in a run. `step` of `total` steps are taken.
 
-    Under a layout several ranks count as one of the data_workers. `step` of `total` steps are taken.
+    Under a layout several ranks count as one of the data_workers.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device):
@@ -69,7 +65,9 @@ class Progress:
 
     def sum_tensor(self, values: Tensor) -> Tensor:
         """Returns the sum over all workers, in the host's memory. Every worker must call it."""
-        total = values.cpu()
+        return self._sum(values.cpu())
+
+    def _sum(self, total: Tensor) -> Tensor:
         if dist.is_initialized():
             dist.all_reduce(total, group=host_group())
         return total
@@ -86,52 +84,3 @@ class Actions:
     evaluation: bool
     checkpoint: bool
     stop: bool
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """The model and all that trains it, the parts of a checkpoint. `extra` has more objects with a state, by name."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: LRScheduler
-    method: Method
-    name: str
-    snapshots: Snapshot
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def needs(self) -> dict[str, type]:
-        """The keys of a checkpoint that load_state_dict reads, with the types of their values."""
-        return dict.fromkeys(("model", "optimizer", "schedule", "method", *self.extra), dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state without the method's part, which may come later (state_of_method)."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": of_optimizer(self.optimizer, self.model),
-            "schedule": self.schedule.state_dict(),
-        } | {name: part.state_dict() for name, part in self.extra.items()}
-
-    def state_of_method(self, state: dict[str, Any]) -> dict[str, Any]:
-        return {"method": {"name": self.name, "state": state}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_model(self.model, state["model"])
-        load_optimizer(self.optimizer, self.model, state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-        self.method.load_state_dict(state["method"]["state"])
-        for name, part in self.extra.items():
-            part.load_state_dict(state[name])
-
-    def snapshot(self, then: Callable[[dict[str, Any]], None]) -> None:
-        """Calls `then` with the method's state, once the all-reduce in flight has arrived."""
-        if isinstance(self.method, LocalUpdateMethod):
-            self.snapshots.ask(then)
-        else:
-            then(self.method.state_dict())
-
-    def hand_over(self) -> None:
-        """Completes a snapshot that is still waiting with the present state."""
-        if isinstance(self.method, LocalUpdateMethod):
-            self.snapshots.hand_over()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,39 +19,50 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
-from core.baselines.table import Method, spec_of
-from core.checkpoint.runs import with_versions
-from core.errors import DivergedError
+from core.baselines.table import Method, make_method, spec_of
+from core.checkpoint import runs as checkpoint
+from core.checkpoint import stored
+from core.checkpoint.runs import load_model, load_optimizer, of_optimizer, random_state, set_random_state, with_versions
+from core.errors import DivergedError, UserError
 from core.guards import failure
 from core.guards.workers import forget
 from core.local_update import LocalUpdateMethod
 from training.checks import check_batch_norm, check_start
 from training.counters import Period
-from training.elastic import Elastic
+from training.data.samples import mix
 from training.folder.rounds import RoundLog
 from training.folder.run_folder import RunFolder
-from training.loop.progress import Actions, Progress, TrainState
-from training.loop.static_run import StaticRun
+from training.folder.settings import settings
+from training.loop.progress import Actions, Progress
 from training.optim import clip_gradients, evaluating
 from training.recipe import Recipe, momentum_note
 from training.start.script import StopSignal, lost_output
-from training.start.workers import pick_device, tune, world_size
+from training.start.workers import join, largest_of_workers, make_mesh, pick_device, tune, world_size
 
 T = TypeVar("T")
+NEEDS = {"node": int, "rng": dict, "means": dict, "totals": dict}  # what _resume reads, see load_newest
 
 
 class Run(Progress):
-    """One training run of this worker. Use it as a context manager around the loop.
+    """One training run of this worker, with a fixed set of workers. Use it as a context manager around the loop.
 
-    Call shard, shard_optimizer, make_method and begin before the loop. Call after_step after every step. It returns
-    whether an evaluation, a checkpoint (save) or a stop (stop) is due. Call end after the loop.
+    training.loop.kinds.open_run makes it, or its subclass for a layout or for elastic workers. Call shard,
+    shard_optimizer, make_method and begin before the loop. Call after_step after every step. It returns whether an
+    evaluation, a checkpoint (save) or a stop (stop) is due. Call end after the loop.
 
     Attributes:
         mesh: [nodes, workers per node] if the workers of a node synchronize every step, else None.
+        model, optimizer, schedule, method: What begin() was given.
     """
 
-    mesh: DeviceMesh | None
-    _trained: TrainState
+    mesh: DeviceMesh | None = None
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
+    method: Method
+    _saver: checkpoint.Saver | None = None
+    _made_group = False
+    _total_before: int | None = None  # of the checkpoint that the run resumes
     _now = staticmethod(time.monotonic)
 
     def __init__(self, recipe: Recipe):
@@ -58,10 +71,6 @@ class Run(Progress):
         tune(self.device, tf32=recipe.tf32)
         self.folder = RunFolder(recipe.folder, -1 if recipe.elastic else self.rank, self.clock)
         self.rounds = RoundLog(recipe, self.folder, self.device)
-        kind: Any = Elastic if recipe.elastic else StaticRun
-        if recipe.layout:  # imported here, because torch's pipelines take a second
-            from training.loop.layout_run import LayoutRun as kind
-        self._workers = kind(self, self.folder, self.rounds)
         self._stop = StopSignal()
         self._shared = True  # whether the last evaluation was of one model on all workers
         self._bar: tqdm[Any] | None = None
@@ -70,9 +79,19 @@ class Run(Progress):
     def __enter__(self) -> Run:
         torch.manual_seed(self.recipe.seed * 1_000_003 + self.rank)  # rank 0's initial parameters go to all workers
         self._stop.listen()
-        self._workers.meet()
-        self.mesh = self._workers.mesh
+        self._meet()
         return self
+
+    def _meet(self) -> None:
+        """Joins the other workers, opens the run folder, and groups the workers of a node."""
+        r = self.recipe
+        self._made_group = join(self.device, r.timeout, settings(r))
+        self.folder.open(r, self.world_size, self.device)
+        if spec_of(r.method).kind != "optimizer":  # zeroth order has no gradients to synchronize
+            self.mesh = make_mesh(self.device, r.per_node, r.zero, r.timeout)
+        place = self.rank, self.world_size
+        first = self.rank % self._per_node if r.light_checkpoints else None
+        self._saver = checkpoint.Saver(self.folder.checkpoints, *place, self.folder.attempt, r.timeout, light=first)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Ends the run. A collective's error becomes one line with the worker that caused it."""
@@ -80,11 +99,22 @@ class Run(Progress):
             self._bar.close()
             with contextlib.suppress(OSError):  # a run that ends with an error shows that one
                 self._note_lost_output()
-        self._workers.leave(failed=kind is not None)
+        self._leave(failed=kind is not None)
         self.folder.close()
         self._stop.ignore()
         if error is not None and (explained := failure.explain(error)):
             raise explained from None
+
+    def _leave(self, failed: bool) -> None:
+        """Waits for the checkpoint that is being written, unless the run failed, and leaves the other workers."""
+        if self._saver is not None and not failed:
+            if isinstance(getattr(self, "method", None), LocalUpdateMethod):
+                self.snapshots.hand_over()  # if the loop ended without stop() or end()
+            self._saver.close()
+        elif self._saver is not None:
+            self._saver.abandon()
+        if self._made_group and not failed:
+            dist.destroy_process_group()
 
     # -- before the loop ------------------------------------------------------------------------------------
 
@@ -92,13 +122,18 @@ class Run(Progress):
         """Returns the model on this worker's device, sharded with ZeRO-2 and 3, or on the host for zeroth order."""
         check_batch_norm(self.recipe, model, self.world_size)
         if self._parted:
-            return self._workers.shard(model, torch.bfloat16 if self._mixed() else torch.float32)
+            return self._shard(model, torch.bfloat16 if self._mixed() else torch.float32)
         streamed = spec_of(self.recipe.method).kind == "optimizer" and self.recipe.offload
         return model if streamed else model.to(self.device)
 
+    def _shard(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
+        """Returns the model on the device, sharded with ZeRO-2 and 3. `compute` is the dtype of gathered parameters."""
+        model, everywhere = model.to(self.device), self.recipe.method == "ddp"
+        return _zero().shard_model(model, self.mesh, self.recipe.zero, everywhere=everywhere, compute=compute)
+
     def shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Returns the optimizer, with its state sharded inside the node with ZeRO-1."""
-        return self._workers.shard_optimizer(optimizer) if self._parted else optimizer
+        return _zero().shard_optimizer(optimizer, self.mesh, self.recipe.zero) if self._parted else optimizer
 
     @property
     def _parted(self) -> bool:
@@ -107,10 +142,26 @@ class Run(Progress):
 
     def make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
         """Returns the model to call in the loop, and the recipe's method. See core.baselines.table.make_method."""
-        wrapped, method = self._workers.make_method(model, optimizer)
+        made = self._make_method(model, optimizer)
         if self.recipe.ema is not None:  # its first update copies the model
             self._ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.recipe.ema), use_buffers=True)
-        return wrapped, method
+        return made
+
+    def _make_method(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Method]:
+        r = self.recipe
+        return make_method(
+            r.method,
+            model,
+            co2=r.co2,
+            lr=lambda: optimizer.param_groups[0]["lr"],
+            mesh=self.mesh,
+            shard=r.shard,
+            offload=r.offload,
+            timeout=r.timeout,
+            link=self.link,
+            hooks=[self.requests, self.snapshots],
+            **r.own_settings,
+        )
 
     def begin(
         self,
@@ -132,12 +183,10 @@ class Run(Progress):
             The number of steps taken so far.
         """
         self.total = total
-        extra = {"ema": self._ema, "scaler": self.scaler}
-        extra = {name: part for name, part in extra.items() if part is not None}
-        self._trained = TrainState(model, optimizer, schedule, method, self.recipe.method, self.snapshots, extra)
+        self.model, self.optimizer, self.schedule, self.method = model, optimizer, schedule, method
         if isinstance(method, LocalUpdateMethod):
             method.on_excluded = forget(optimizer)
-        seconds = self._workers.begin(self._trained, samples, epoch)
+        seconds = self._begin(samples, epoch)
         if self.rank == 0:
             self._tell_settings(total)
         evaluate, save = (self.recipe.interval(f"{what}_every", epoch) for what in ("eval", "checkpoint"))
@@ -149,6 +198,12 @@ class Run(Progress):
         self._bar = tqdm(total=total, initial=self.step, desc=label, disable=self.rank != 0, mininterval=interval)
         self.clock.start(seconds)
         return self.step
+
+    def _begin(self, samples: int, epoch: int) -> float:  # noqa: ARG002
+        """Resumes if the recipe says so. Returns the seconds of training that led to the state."""
+        seconds = self._resume() if self.recipe.resume else 0.0
+        self.folder.begin(self.step, self.total, self._total_before)
+        return seconds
 
     def _tell_settings(self, total: int) -> None:
         """Prints settings that differ from the paper's, or do not suit the run's length or number of workers."""
@@ -181,7 +236,7 @@ class Run(Progress):
 
         `make` returns the batches of fixed workers, from (recipe, rank, world_size, first step, last step).
         """
-        yield from self._workers.batches(make, self.step, self.total)
+        return make(self.recipe, self.data_rank, self.data_workers, self.step, self.total)
 
     @property
     def at_last_step(self) -> bool:
@@ -205,10 +260,10 @@ class Run(Progress):
         self._bar.update(1)
         self._note_lost_output()
         if self._ema is not None:
-            self._ema.update_parameters(self._trained.model)
+            self._ema.update_parameters(self.model)
         self.means.add(scalars)
         if closed:
-            self.rounds.close_round(self.step, self._trained.method)
+            self.rounds.close_round(self.step, self.method)
         if self.step % self.recipe.log_every == 0:
             self._log_means()
         running = self.step < self.total
@@ -219,7 +274,18 @@ class Run(Progress):
             checkpoint=open_end and (self._saving.due(self.step) | self._minutes_over("save")),
             stop=stops,
         )
-        return self._workers.come_together(due)
+        return self._agree(due)
+
+    def _agree(self, due: Actions) -> Actions:
+        """Returns the same `due` on all workers.
+
+        In a node a worker only receives requests from workers with the same place in other nodes.
+        """
+        method = self.method
+        if isinstance(method, LocalUpdateMethod) and method.total_world_size < self.world_size and method.at_boundary:
+            assert self.mesh is not None
+            return Actions(*map(bool, largest_of_workers([*vars(due).values()], self.mesh.get_group(1))))
+        return due
 
     def _note_lost_output(self) -> None:
         """Says once, on what is left and in metrics.jsonl, that a standard stream is lost."""
@@ -243,7 +309,7 @@ class Run(Progress):
     def _log_means(self) -> None:
         """Logs the averages since the last call, or on a GPU the averages before these, so the host does not wait."""
         overlap, bar = self.rounds.overlap, self._bar
-        scalars = {"lr": self._trained.schedule.get_last_lr()[0], **self.means.pop()}
+        scalars = {"lr": self.schedule.get_last_lr()[0], **self.means.pop()}
         logged = self.rounds.log(self.step, scalars | {"hidden_share": overlap.hidden_share})
         if logged is not None and bar is not None and not bar.disable:
             shown = {name: f"{logged[name]:.4g}" for name in scalars}
@@ -259,16 +325,14 @@ class Run(Progress):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Provides the model in eval mode, averaged over workers if the method allows it, and stops the clock."""
-        method, eval_mode = self._trained.method, evaluating(self._trained.model)
-        gathering = self._workers.gathered() if self._parted else contextlib.nullcontext()
-        with (
-            method.averaged_model() as self._shared,
-            self.clock.paused(),
-            gathering,
-            self.averaged_weights(),
-            eval_mode,
-        ):
+        gathered = self._gathered() if self._parted else contextlib.nullcontext()
+        shared, weights, eval_mode = self.method.averaged_model(), self.averaged_weights(), evaluating(self.model)
+        with shared as self._shared, self.clock.paused(), gathered, weights, eval_mode:
             yield
+
+    def _gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Keeps the model's parameters gathered, for evaluations."""
+        return _zero().gathered(self.model, self.recipe.zero)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -279,7 +343,7 @@ class Run(Progress):
         if self._ema is None:
             yield
             return
-        ema, model = self._ema.module, self._trained.model
+        ema, model = self._ema.module, self.model
         for t in ema.state_dict().values():
             if t.is_floating_point():
                 t.copy_(self.sum_tensor(t.double()) / self.world_size)
@@ -290,10 +354,6 @@ class Run(Progress):
             yield
         finally:
             model.load_state_dict(weights)
-
-    def sum_tensor(self, values: Tensor) -> Tensor:
-        """Returns the sum over all workers. Every worker must call it."""
-        return self._workers.sum(values)
 
     # -- checkpoints and the end ----------------------------------------------------------------------------
 
@@ -306,7 +366,121 @@ class Run(Progress):
         Raises:
             UserError: On all workers, if the last checkpoint could not be written.
         """
-        self._workers.save()
+        self._save()
+
+    def _save(self) -> None:
+        assert self._saver is not None
+        with self.clock.paused():
+            self._saver.wait()
+            self.rounds.read()
+            whole = not isinstance(self.method, LocalUpdateMethod)
+            if whole:
+                self.method.sync_for_eval()
+            live = self.state_dict() | self._counted() | {"node": self._per_node, "rng": random_state(self.device)}
+            write = functools.partial(self._write, time.monotonic(), stored.on_host(live))
+            if whole:
+                write(self.method.state_dict())
+            else:  # once the all-reduce in flight has arrived
+                self.snapshots.ask(write)
+
+    def _write(self, begun: float, state: dict[str, Any], method: dict[str, Any]) -> None:
+        """Writes a checkpoint once the method's part is complete. An all-reduce in flight delays it to a boundary."""
+        assert self._saver is not None
+        self._saver.start(state["step"], state | self.state_of_method(method), begun)
+
+    def _saved(self) -> bool:
+        """Waits until the last checkpoint is written. Returns False if it was not, because the model is not finite."""
+        assert self._saver is not None
+        return self._saver.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of what is trained, without the method's part, which may come later (state_of_method)."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": of_optimizer(self.optimizer, self.model),
+            "schedule": self.schedule.state_dict(),
+        } | {name: part.state_dict() for name, part in self._extra.items()}
+
+    def state_of_method(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {"method": {"name": self.recipe.method, "state": state}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_model(self.model, state["model"])
+        load_optimizer(self.optimizer, self.model, state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.method.load_state_dict(state["method"]["state"])
+        for name, part in self._extra.items():
+            part.load_state_dict(state[name])
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        """More parts of a checkpoint, by name."""
+        parts = {"ema": self._ema, "scaler": self.scaler}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @property
+    def _needs(self) -> dict[str, type]:
+        """The keys of a checkpoint that load_state_dict reads, with the types of their values."""
+        return dict.fromkeys(("model", "optimizer", "schedule", "method", *self._extra), dict)
+
+    def _counted(self) -> dict[str, Any]:
+        """Returns a checkpoint's counters of the loop and the log."""
+        totals = vars(self.rounds.overlap) | {"seconds": self.clock.seconds}
+        return {"step": self.step, "total": self.total, "means": self.means.state_dict(), "totals": totals}
+
+    def _count_on(self, state: dict[str, Any]) -> float:
+        """Continues from those counters. Returns the seconds of training that led to them."""
+        vars(overlap := self.rounds.overlap).update({name: state["totals"][name] for name in vars(overlap)})
+        self.means.load_state_dict(state["means"])
+        self.step = int(state["step"])
+        self._total_before = state.get("total")
+        return state["totals"]["seconds"]
+
+    def _resume(self) -> float:
+        """Restores the newest checkpoint, if there is one. Returns the seconds of training that led to it."""
+        folder = self.folder
+        found = checkpoint.load_newest(folder.checkpoints, rank=self.rank, needs=self._needs | NEEDS)
+        if found is None:
+            return 0.0
+        state, workers = found
+        if (was := state["method"]["name"]) != self.recipe.method:
+            raise UserError(f"{folder.path} was trained with {was}, not {self.recipe.method}")
+        if state["node"] != self._per_node:
+            raise UserError(
+                f"{folder.path} was trained with {state['node']} workers per node, this run has {self._per_node}: "
+                f"resume with --per_node {state['node']}"
+            )
+        try:
+            self.load_state_dict(state)
+        except RuntimeError as error:  # the data sets a classifier's width
+            if not (sizes := re.search("size mismatch.*", str(error))):
+                raise
+            remedy = "restore the data that it began with, or choose another --out"
+            raise UserError(f"{folder.path} is a run of another model ({sizes[0]}): {remedy}") from None
+        seconds = self._count_on(state)
+        if workers == self.world_size:
+            set_random_state(state["rng"], self.device)
+        else:
+            self._change_workers(workers)
+        return seconds
+
+    def _change_workers(self, before: int) -> None:
+        """Gives all workers new random states, and warns which parts of the checkpoint are kept."""
+        torch.manual_seed(mix(self.recipe.seed, self.rank, self.step))
+        if self.rank > 0:
+            return
+        now, its = self.world_size, "the optimizer's states"
+        rest = f"{its} of rank {now} and above are dropped" if now < before else f"rank {before} and above copy {its}"
+        tqdm.write(
+            f"warning: {before} workers wrote the checkpoint, {now} go on: the parameters, {self.recipe.method}'s "
+            f"state and what was in flight carry over; {rest}; random states begin anew",
+            file=sys.stderr,
+        )
+
+    @property
+    def _per_node(self) -> int:
+        """Number of workers that synchronize every step."""
+        return self.mesh.size(1) if self.mesh is not None else 1
 
     def stop(self) -> None:
         """Ends the run early, instead of method.finish(), the last evaluation and end().
@@ -314,17 +488,21 @@ class Run(Progress):
         The checkpoint has the all-reduce in flight, so the resumed run equals a run that was never stopped.
         """
         self.save()
-        number = self._workers.stopped_by(self._stop.number)
-        self._trained.method.finish()  # after the checkpoint, which must not contain this
-        self._workers.saved()
+        number = self._stopped_by(self._stop.number)
+        self.method.finish()  # after the checkpoint, which must not contain this
+        self._saved()
         self._part(lambda: self._summarise({"stopped_by_signal": number}))
+
+    def _stopped_by(self, number: int) -> int:
+        """Returns the signal that stops the run, on all workers. It may have reached one worker only."""
+        return largest_of_workers([number])[0]
 
     def end(self, results: dict[str, float]) -> None:
         """Saves, writes summary.json and closes the method. Call it after method.finish() and the last evaluation."""
 
         def conclude() -> None:
             self.save()
-            if not self._workers.saved():
+            if not self._saved():
                 raise DivergedError(
                     f"{self.folder.path}: the trained model is not finite, the checkpoint before it is kept: lower "
                     "the learning rate, clip gradients, or look at the data"
@@ -337,7 +515,12 @@ class Run(Progress):
         """Concludes the run, and leaves the other workers."""
         with self.clock.paused():
             self.rounds.finish(self.step)
-        self._workers.conclude(conclude)
+        self._conclude(conclude)
+
+    def _conclude(self, act: Callable[[], None]) -> None:
+        """Runs `act` on every worker, and closes the method."""
+        act()
+        self.method.close()
 
     def _summarise(self, results: dict[str, float]) -> None:
         seconds = self.clock.seconds
@@ -351,3 +534,10 @@ class Run(Progress):
         if self._bar is not None:
             self._bar.close()  # before the table is printed
         self.folder.summarise(self.recipe, summary)
+
+
+def _zero() -> Any:
+    """Returns layouts/zero.py. It is imported on first use, because FSDP takes half a second to import."""
+    from training.layouts import zero
+
+    return zero

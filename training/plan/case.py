@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.checkpoint.stored import parse_json, reason
+from core.checkpoint.stored import parse_json
 from core.errors import UserError
-from training.data.files import from_home
 from training.recipe import find
+from training.start.errors import explained
+from training.start.script import from_home
 from training.start.workers import least_seconds
 
 # bytes per value that an activation function keeps in addition to its input and its result
@@ -143,10 +144,8 @@ def preset_model(name: str, context: int | None) -> Model:
 def from_config(folder: Path, context: int | None) -> Model:
     """The model of a folder with a config.json. Raises UserError if the planner does not support it."""
     file = folder / "config.json"
-    try:
+    with explained(f"{file} cannot be read", "give a folder with Hugging Face's config.json"):
         config = parse_json(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: {reason(error)}; give a folder with Hugging Face's config.json") from None
     kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{file}: model_type {kind!r} is no decoder that the planner knows: {', '.join(FAMILIES)}")
@@ -267,19 +266,10 @@ class Cluster:
 
         S bytes travel among n ranks, which are `stride` devices apart.
         """
-        return collective(size / self.rate(ranks, stride), ranks, self.hop(ranks, stride))
-
-
-def collective(seconds: Numbers, ranks: Numbers, hop: Numbers, *, trees: bool = True) -> Numbers:
-    """The formula of Cluster.allreduce, from the seconds S/B of the bytes over one link, and A of a hop.
-
-    Trees are available in NCCL.
-    """
-    n = np.maximum(ranks, 1)
-    found = 2 * (n - 1) / n * seconds + 2 * (n - 1) * hop
-    if trees:
-        found = np.minimum(found, np.where(n > 2, 2, 1) * seconds + 2 * np.ceil(np.log2(n)) * hop)
-    return np.where(n > 1, found, 0.0)
+        n, seconds, hop = np.maximum(ranks, 1), size / self.rate(ranks, stride), self.hop(ranks, stride)
+        by_ring = 2 * (n - 1) / n * seconds + 2 * (n - 1) * hop
+        by_trees = np.where(n > 2, 2, 1) * seconds + 2 * np.ceil(np.log2(n)) * hop
+        return np.where(n > 1, np.minimum(by_ring, by_trees), 0.0)
 
 
 def device(key: str) -> Device:
@@ -305,7 +295,7 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
     Raises:
         UserError: If the report is invalid, or the device is unknown.
     """
-    try:
+    with explained(f"{file} is no report of the doctor", DOCTOR):
         report = parse_json(file.read_text())
         if not isinstance(report, dict) or report.get("format") != 1:
             raise UserError(f"{file} is no report of the doctor (format 1): {DOCTOR}")
@@ -320,8 +310,6 @@ def from_doctor(file: Path, *, probe: bool) -> Cluster:
         hosts = Counter(str(node.get("hostname", number)) for number, node in enumerate(nodes))
         if not isinstance(per_node, int) or len(nodes) * per_node != report["workers"]:
             raise ValueError(f"workers={report['workers']!r}, but {len(nodes)} nodes of {per_node}")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is no report of the doctor ({reason(error)}): {DOCTOR}") from None
     crowd = 1 if gpu else per_node * max(hosts.values())  # also if nodes are emulated on one machine
     found = probed(name, crowd) if probe else known(name)
     found = replace(found, memory=memory, gpu=gpu)

@@ -4,6 +4,7 @@ output ends no run.
 """
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import io
@@ -31,8 +32,25 @@ OF_MEMORY = re.compile("out of memory|alloc(ate memory|_failed)|bad_alloc|could 
 OF_A_PATH = (errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EPERM, errno.EEXIST)
 
 
+def from_home(path: str | Path) -> Path:
+    """Returns the path with ~ and ~user replaced by that home folder. A shell does so only at the start of a word."""
+    found = os.path.expanduser(path)
+    if (first := found.split(os.sep)[0]).startswith("~") and not os.path.lexists(first):
+        raise UserError(f"{path}: {first} is no user here: give the whole path")
+    return Path(found)
+
+
+def _expanded(value: Any) -> Any:
+    """Returns an option's value with from_home applied to paths."""
+    if isinstance(value, tuple):
+        return tuple(map(_expanded, value))
+    return from_home(value) if isinstance(value, Path) and str(value).startswith("~") else value
+
+
 def parse_options(kind: Callable[..., T], **how: Any) -> T:
-    """Returns what tyro.cli makes of the command line. On other ranks than 0, --help prints nothing.
+    """Returns what tyro.cli makes of the command line, with from_home applied to paths.
+
+    On other ranks than 0, --help prints nothing.
 
     Args:
         kind: A dataclass, or a function that does the work of the command and is called with its options.
@@ -45,7 +63,7 @@ def parse_options(kind: Callable[..., T], **how: Any) -> T:
 
     @functools.wraps(kind)
     def later(*args: Any, **kwargs: Any) -> Any:
-        return functools.partial(kind, *args, **kwargs)
+        return lambda: kind(*map(_expanded, args), **{name: _expanded(value) for name, value in kwargs.items()})
 
     asked: Any = kind if isinstance(kind, type) else later
     said, shown = io.StringIO(), sys.stdout if rank() == 0 else io.StringIO()
@@ -57,7 +75,11 @@ def parse_options(kind: Callable[..., T], **how: Any) -> T:
             raise
         raise UserError(_complaint(lambda: tyro.cli(asked, **how))) from None
     sys.stderr.write(said.getvalue())  # warnings
-    return found if asked is kind else found()
+    if asked is not kind:
+        return found()
+    given = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}  # pyright: ignore[reportArgumentType]
+    changed = {name: _expanded(value) for name, value in given.items() if _expanded(value) != value}
+    return dataclasses.replace(found, **changed) if changed else found  # pyright: ignore[reportArgumentType]
 
 
 def _complaint(refuse_options: Callable[[], object]) -> str:

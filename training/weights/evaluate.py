@@ -15,13 +15,11 @@ import tyro
 from torch import nn
 
 from core.checkpoint.runs import finished
-from core.checkpoint.stored import reason
-from core.errors import UserError
-from training.data.files import paths_from_home
 from training.folder.run_folder import table
 from training.folder.settings import settings
 from training.loop.progress import Progress
 from training.recipe import Recipe
+from training.start.errors import explained
 from training.start.script import parse_options
 from training.start.workers import join, pick_device, rank, tune, world_size
 from training.weights.read import load_weights, read_config, read_recipe
@@ -60,7 +58,7 @@ class Evaluation(Progress):
 
 def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
     """Runs the command `prog` of the task with these recipes."""
-    given = paths_from_home(parse_options(EvaluateOptions, prog=prog))
+    given = parse_options(EvaluateOptions, prog=prog)
     recipe = read_recipe(given.run, kind)
     if given.out and rank() == 0:
         _check_file(given.out)
@@ -85,11 +83,9 @@ def evaluate_run(kind: type[R], open_task: Open[R], prog: str) -> None:
 
 def _check_file(out: Path) -> None:
     """Makes the folder of `out`, and refuses a file that cannot be written, before the evaluation takes its time."""
-    try:
+    with explained(f"out={out}: cannot be written", "give another file"):
         out.parent.mkdir(parents=True, exist_ok=True)
         fresh = not out.exists()
         out.open("a").close()
         if fresh:
             out.unlink()
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({reason(error)}): give another file") from None

@@ -16,10 +16,10 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from core.checkpoint.stored import reason
 from core.errors import UserError
-from training.data.files import paths_from_home, share
+from training.data.files import share
 from training.recipe import Recipe
+from training.start.errors import explained
 from training.start.script import parse_options
 from training.weights.read import Weights, load_weights, read_names, read_recipe, read_weights
 
@@ -68,7 +68,7 @@ class Graph(nn.Module):
 
 def export_run(task: Exporter[R], prog: str) -> None:
     """Runs the command."""
-    given = paths_from_home(parse_options(ExportOptions, prog=prog))
+    given = parse_options(ExportOptions, prog=prog)
     recipe = read_recipe(given.run, task.kind)
     model = task.build(recipe, lambda like: read_weights(given.run, like, "run")).eval()
     load_weights(model, given.run, "run")
@@ -81,7 +81,7 @@ def write(task: Exporter[R], recipe: R, model: nn.Module, out: Path) -> None:
     """Writes the model to `out`, in the format that its name says. Files appear when all are complete."""
     if out.exists():
         raise UserError(f"{out} is already there: give a new name")
-    try:
+    with explained(f"{out}: cannot be written", "make room, or give another place"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
             fresh = Path(scratch, out.name)
@@ -93,10 +93,6 @@ def write(task: Exporter[R], recipe: R, model: nn.Module, out: Path) -> None:
                     raise UserError(f"{out.parent / path.name} is already there: give {out.name} another name")
             for path in made:
                 path.rename(out.parent / path.name)
-    except UserError:
-        raise
-    except Exception as error:  # safetensors, tokenizers and torch wrap the system's error in their own
-        raise UserError(f"{out}: cannot be written ({reason(error)}): make room, or give another place") from None
 
 
 def _write(task: Exporter[R], recipe: R, model: nn.Module, fresh: Path, out: Path) -> None:
@@ -111,10 +107,8 @@ def _write(task: Exporter[R], recipe: R, model: nn.Module, fresh: Path, out: Pat
     elif out.suffix == ".pt2":
         function, x = task.example(recipe, model)
         graph = Graph(model, function).eval()
-        try:
+        with explained(f"{out}: torch.export does not allow this model", "give *.pth"):
             made = torch.export.export(graph, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-        except Exception as error:  # torch.export raises many kinds of errors
-            raise UserError(f"{out}: torch.export does not allow this model ({reason(error)}): give *.pth") from None
         torch.export.save(made, buffer := io.BytesIO())  # torch's own writer aborts the process on a full disk
         fresh.write_bytes(buffer.getbuffer())
     elif not out.suffix and task.folder:

@@ -22,6 +22,7 @@ from core.errors import UserError
 from training.data.files import printable
 from training.folder.run_folder import write_whole
 from training.recipe import Recipe
+from training.start.errors import explained
 from training.start.workers import rank
 
 R = TypeVar("R", bound=Recipe)
@@ -86,17 +87,13 @@ def keep_names(run: Any, names: Iterable[str]) -> None:
 def read_names(folder: Path) -> list[str]:
     """Returns the names in a run's folder, or an empty list if it has none, as of a task without classes."""
     file = folder / NAMES
-    try:
+    if not file.exists():
+        return []
+    with explained(f"{file}: is damaged", "restore it, or remove it if the data are the same"):
         names = parse_json(file.read_text())
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError("no list of names")
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{file}: is damaged ({reason(error)}): restore it, or remove it if the data are the same"
-        ) from None
-    return names
+        return names
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -105,14 +102,12 @@ def read_names(folder: Path) -> list[str]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Returns the content of a run's config.json, or raises UserError."""
     file = folder / "config.json"
-    try:
+    with explained(f"{file} cannot be read", "give the folder of a run (--out, or runs/RECIPE-...)"):
         config = parse_json(regular(file).read_text())
         config["recipe"]["method"]
         if not isinstance(workers := config["world_size"], int) or workers < 1:
             raise ValueError(f"world_size={workers!r} is no number of workers")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: {reason(error)}; give the folder of a run (--out, or runs/RECIPE-...)") from None
-    return config
+        return config
 
 
 def read_recipe(folder: Path, kind: type[R]) -> R:
@@ -165,13 +160,8 @@ def run_weights(folder: Path, like: nn.Module) -> dict[str, Tensor]:
     if recipe.get("layout"):
         from training.layouts.resharded import read_model  # imported here, because torch's pipelines take a second
 
-        newest = checkpoints / names[0]
-        try:
-            return read_model(newest)
-        except UserError:
-            raise
-        except Exception as error:  # a damaged manifest raises many kinds of errors
-            raise UserError(f"{newest} cannot be read ({reason(error)}): give another run") from None
+        with explained(f"{checkpoints / names[0]} cannot be read", "give another run"):
+            return read_model(checkpoints / names[0])
     if recipe.get("ema") is not None:
         weights = _part(checkpoints, 0, "ema")
         return {name.removeprefix("module."): t for name, t in weights.items() if name != "n_averaged"}
@@ -298,12 +288,10 @@ def read_weights(path: Path, model: nn.Module, option: str = "init_from") -> Wei
         raise UserError(f"{option}={path}: holds no checkpoint of a run, and no *.safetensors: give another folder")
     if hasattr(model, "save_pretrained"):  # our RoBERTa is a subclass of transformers'
         kind: Any = next(c for c in type(model).__mro__ if c.__module__.startswith("transformers."))
-        try:
+        with explained(f"{option}={path}: cannot be read", "copy it again"):
             found, info = kind.from_pretrained(
                 path, use_safetensors=True, local_files_only=True, output_loading_info=True
             )
-        except Exception as error:  # transformers raises many kinds of errors
-            raise UserError(f"{option}={path}: cannot be read ({reason(error)}): copy it again") from None
         if missing := sorted(info["missing_keys"]):  # which are random now
             what = f"has no {missing[0]}, and lacks {len(missing)} tensors in all"
             raise UserError(f"{option}={path}: {what}: give a folder of a {kind.__name__}")
@@ -326,15 +314,13 @@ def _tokens(folder: Path, option: str) -> list[str]:
     files = [file for name in ("tokenizer.json", "vocab.json") if (file := folder / name).is_file()]
     if not files:
         return []
-    try:
+    with explained(f"{option}={folder}: {files[0].name} cannot be read", "copy it again"):
         whole = files[0].name == "tokenizer.json"
         ids = Tokenizer.from_file(str(files[0])).get_vocab() if whole else parse_json(files[0].read_text())
         named = {id: printable(token) for token, id in ids.items()}
         if max(named) > 1 << 24:
             raise ValueError(f"a token has the id {max(named)}")
         return [named.get(id, "") for id in range(1 + max(named))]
-    except Exception as error:  # the library raises no more specific class
-        raise UserError(f"{option}={folder}: {files[0].name} cannot be read ({reason(error)}): copy it again") from None
 
 
 def load_weights(
