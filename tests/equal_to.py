@@ -28,64 +28,62 @@ HERE = Path(__file__).resolve().parent.parent
 WORKERS = 2
 
 
-def cases() -> dict[str, dict[str, Any]]:
-    """Name -> what is otherwise than in train(). Imports nothing of the project."""
-    late = {"merge": "keep_local", "gap": "none", "outer_momentum": 0.0, "delay": 2}
-    lgreco = {"compression": ("lgreco", {"like": "int4"}, {"every": 3, "first": 2}), "tau": 2}
-    int4, parts = {"compression": ("int4", {}, {})}, late | {"fragments": 4, "delay": 1}
-    found: dict[str, dict[str, Any]] = {
-        "paper": {},
-        "paper, float64": {"dtype": "float64"},
-        "paper, gap norm": {"co2": {"gap": "norm"}},
-        "paper, clip": {"co2": {"clip": 1e-3}},
-        "paper, no clip, momentum 0.2": {"co2": {"clip": None, "outer_momentum": 0.2}},
-        "paper, tau 1": {"co2": {"tau": 1}},
-        "paper, bfloat16": {"dtype": "bfloat16"},
-        "paper, batch norm, uneven finish": {"batch_norm": True, "fewer": 6},
-        "paper, a NaN": {"nan_at": 14},
-        "paper, schedule": {"schedule": True},
-        "keep": {"co2": late},
-        "keep, a NaN": {"co2": late, "nan_at": 14},
-        "keep, bfloat16": {"co2": late, "dtype": "bfloat16"},
-        "keep, delay 0": {"co2": late | {"delay": 0}},
-        "keep, delay boundary, momentum 0.2": {"co2": late | {"delay": "boundary", "outer_momentum": 0.2}},
-        "keep, as soon as it is there": {"co2": late | {"delay": "auto"}, "at_once": True},
-        "keep, batch norm, uneven finish": {"co2": late, "batch_norm": True, "fewer": 6},
-        "outer, delay 0": {"co2": {"delay": 0, "gap": "none"}},
-        "fragments": {"co2": parts},
-        "fragments, outer momentum, uneven finish": {"co2": parts | {"outer_momentum": 0.3}, "fewer": 6},
-        "fragments, auto, a NaN": {"co2": parts | {"delay": "auto"}, "at_once": True, "nan_at": 14},
-        "fragments, int4": {"co2": parts | int4 | {"outer_momentum": 0.3}},
-        "fragments, int4, auto": {"co2": parts | int4 | {"delay": "auto"}, "at_once": True},
-        "fragments, two to a node": {"co2": parts | {"outer_momentum": 0.3}, "per_node": 2},
-        "int8, error feedback": {"co2": {"compression": ("int8", {}, {})}},
-        "int4, error feedback, keep": {"co2": late | {"compression": ("int4", {}, {})}},
-        "bfloat16 wire, batch norm": {"co2": {"compression": ("bfloat16", {}, {})}, "batch_norm": True},
-        "lgreco": {"co2": lgreco},
-        "lgreco, keep": {"co2": late | lgreco},
-        "sharded": {"make": {"shard": True}},
-        "sharded, batch norm, uneven finish": {"make": {"shard": True}, "batch_norm": True, "fewer": 6},
-        "sharded, a NaN": {"make": {"shard": True}, "nan_at": 14},
-        "sharded, two to a node": {"make": {"shard": True}, "per_node": 2},
-        "sharded, offload": {"make": {"offload": True}},
-        "local": {"method": "local"},
-        "local, batch norm, uneven finish": {"method": "local", "batch_norm": True, "fewer": 6},
-        "local, int8": {"method": "local", "co2": {"compression": ("int8", {}, {})}},
-        "slowmo": {"method": "slowmo"},
-        "slowmo, a NaN": {"method": "slowmo", "nan_at": 14},
-        "overlap_local": {"method": "overlap_local"},
-        "overlap_local, a NaN": {"method": "overlap_local", "nan_at": 14},
-        "nesterov": {"co2": {"nesterov": True, "outer_lr": 0.5, "outer_momentum": 0.5}},
-        "diloco": {"co2": {"nesterov": True, "delay": 0, "gap": "none", "outer_lr": 0.5}},
-        "ddp": {"method": "ddp", "batch_norm": True},
-        "ddp, int8": {"method": "ddp", "ddp_compression": ("int8", {}, {})},
-        "paper, no outlier filter": {"guarded": False},
-    }
-    resumed = ["paper, batch norm, uneven finish", "paper, bfloat16", "keep", "keep, batch norm, uneven finish"]
-    resumed += ["int8, error feedback", "int4, error feedback, keep", "lgreco, keep", "local", "slowmo"]
-    resumed += ["overlap_local", "sharded", "sharded, offload", "nesterov", "ddp, int8", "outer, delay 0"]
-    resumed += ["fragments, int4", "fragments, int4, auto", "fragments, two to a node"]
-    return found | {f"resume: {name}": found[name] | {"resumes": True} for name in resumed}
+LATE = {"merge": "keep_local", "gap": "none", "outer_momentum": 0.0, "delay": 2}
+LGRECO = {"compression": {"format": "lgreco", "like": "int4", "lgreco": {"every": 3, "first": 2}}, "tau": 2}
+INT4, INT8, PARTS = {"compression": "int4"}, {"compression": "int8"}, LATE | {"fragments": 4, "delay": 1}
+AUTO, UNEVEN, NAN = {"delay": "auto"}, {"batch_norm": True, "fewer": 6}, {"nan_at": 14}
+MOMENTUM = {"outer_momentum": 0.3}
+# name -> (CO2's settings, what else is otherwise than in train()). A name with a star is also resumed
+WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "paper": ({}, {}),
+    "paper, float64": ({}, {"dtype": "float64"}),
+    "paper, gap norm": ({"gap": "norm"}, {}),
+    "paper, clip": ({"clip": 1e-3}, {}),
+    "paper, no clip, momentum 0.2": ({"clip": None, "outer_momentum": 0.2}, {}),
+    "paper, tau 1": ({"tau": 1}, {}),
+    "paper, bfloat16*": ({}, {"dtype": "bfloat16"}),
+    "paper, batch norm, uneven finish*": ({}, UNEVEN),
+    "paper, a NaN": ({}, NAN),
+    "paper, schedule": ({}, {"schedule": True}),
+    "keep*": (LATE, {}),
+    "keep, a NaN": (LATE, NAN),
+    "keep, bfloat16": (LATE, {"dtype": "bfloat16"}),
+    "keep, delay 0": (LATE | {"delay": 0}, {}),
+    "keep, delay boundary, momentum 0.2": (LATE | {"delay": "boundary", "outer_momentum": 0.2}, {}),
+    "keep, as soon as it is there": (LATE | AUTO, {"at_once": True}),
+    "keep, batch norm, uneven finish*": (LATE, UNEVEN),
+    "outer, delay 0*": ({"delay": 0, "gap": "none"}, {}),
+    "fragments": (PARTS, {}),
+    "fragments, outer momentum, uneven finish": (PARTS | MOMENTUM, {"fewer": 6}),
+    "fragments, auto, a NaN": (PARTS | AUTO, NAN | {"at_once": True}),
+    "fragments, int4*": (PARTS | INT4 | MOMENTUM, {}),
+    "fragments, int4, auto*": (PARTS | INT4 | AUTO, {"at_once": True}),
+    "fragments, two to a node*": (PARTS | MOMENTUM, {"per_node": 2}),
+    "int8, error feedback*": (INT8, {}),
+    "int4, error feedback, keep*": (LATE | INT4, {}),
+    "bfloat16 wire, batch norm": ({"compression": "bfloat16"}, {"batch_norm": True}),
+    "lgreco": (LGRECO, {}),
+    "lgreco, keep*": (LATE | LGRECO, {}),
+    "sharded*": ({}, {"make": {"shard": True}}),
+    "sharded, batch norm, uneven finish": ({}, UNEVEN | {"make": {"shard": True}}),
+    "sharded, a NaN": ({}, NAN | {"make": {"shard": True}}),
+    "sharded, two to a node": ({}, {"make": {"shard": True}, "per_node": 2}),
+    "sharded, offload*": ({}, {"make": {"offload": True}}),
+    "local*": ({}, {"method": "local"}),
+    "local, batch norm, uneven finish": ({}, UNEVEN | {"method": "local"}),
+    "local, int8": (INT8, {"method": "local"}),
+    "slowmo*": ({}, {"method": "slowmo"}),
+    "slowmo, a NaN": ({}, NAN | {"method": "slowmo"}),
+    "overlap_local*": ({}, {"method": "overlap_local"}),
+    "overlap_local, a NaN": ({}, NAN | {"method": "overlap_local"}),
+    "nesterov*": ({"nesterov": True, "outer_lr": 0.5, "outer_momentum": 0.5}, {}),
+    "diloco": ({"nesterov": True, "delay": 0, "gap": "none", "outer_lr": 0.5}, {}),
+    "ddp": ({}, {"method": "ddp", "batch_norm": True}),
+    "ddp, int8*": ({}, {"method": "ddp", "ddp_compression": "int8"}),
+    "paper, no outlier filter": ({"outlier": None}, {}),
+}
+CASES = {name.strip("*"): {"co2": co2} | more for name, (co2, more) in WRITTEN.items()}
+CASES |= {f"resume: {name[:-1]}": CASES[name[:-1]] | {"resumes": True} for name in WRITTEN if name.endswith("*")}
 
 
 # -- in a worker ---------------------------------------------------------------------------------------------------
@@ -128,9 +126,9 @@ def made(what: dict[str, Any]) -> tuple[Any, Any, Any, Any, Callable[..., Any]]:
     import core
 
     def compression(given: Any) -> Any:
-        name, settings, of_lgreco = given
-        more = {"lgreco": core.LGrecoConfig(**of_lgreco)} if of_lgreco else {}
-        return core.CompressionConfig(name, **settings, **more)
+        given = {"format": given} if isinstance(given, str) else given
+        more = {"lgreco": core.LGrecoConfig(**given["lgreco"])} if "lgreco" in given else {}
+        return core.CompressionConfig(**(given | more))
 
     rank, dtype = dist.get_rank(), getattr(torch, what.get("dtype", "float32"))
     torch.manual_seed(rank)  # the first worker's values must reach all
@@ -142,13 +140,11 @@ def made(what: dict[str, Any]) -> tuple[Any, Any, Any, Any, Callable[..., Any]]:
         more["mesh"] = core.node_mesh("cpu", what["per_node"])
     if what.get("schedule"):
         more["schedule"] = lambda number: {"tau": 2 + number % 3, "outer_lr": 0.5 + number / 10}
-    co2 = {"tau": 4} | what.get("co2", {})
+    co2 = {"tau": 4} | what["co2"]
     if "compression" in co2:
         co2["compression"] = compression(co2["compression"])
     if "ddp_compression" in what:
         more["ddp_compression"] = compression(what["ddp_compression"])
-    if not what.get("guarded", True):
-        co2["outlier"] = None
     called, method = core.make_method(what.get("method", "co2"), model, co2=core.CO2Config(**co2), timeout=60.0, **more)
     if what.get("at_once"):
         flight = method.allreduce
@@ -172,10 +168,9 @@ def train(name: str, what: dict[str, Any], folder: Path, *, again: bool) -> list
         return None
     rank = dist.get_rank()
     model, called, optimizer, method, batch = made(what)
-    saved_in = folder / name.replace(" ", "_").replace(":", "").replace(",", "")
     data, seen, first = torch.Generator().manual_seed(100 + rank), [], 0
     if again:
-        first = core.load(saved_in, model, optimizer, method)
+        first = core.load(folder / name, model, optimizer, method)
         assert first == SAVED_AT, first
     for step in range(STEPS - rank * what.get("fewer", 0)):
         inputs = batch(data)
@@ -187,7 +182,7 @@ def train(name: str, what: dict[str, Any], folder: Path, *, again: bool) -> list
         optimizer.step(), optimizer.zero_grad(), method.step()
         seen.append(digest([*model.parameters(), *model.buffers()]))
         if resumes and not again and step + 1 == SAVED_AT:
-            assert core.save(saved_in, model, optimizer, method, step=SAVED_AT)
+            assert core.save(folder / name, model, optimizer, method, step=SAVED_AT)
     in_mid_round = sorted(digest([t]) for t in tensors_in(method.state_dict())) if not what.get("fewer") else []
     payloads = [digest([b.payload for b in getattr(method, "buckets", [])])] if in_mid_round else []
     method.finish()
@@ -209,7 +204,7 @@ def work(root: Path, folder: Path, rank: int, again: bool, words: list[str]) -> 
     torch.set_num_threads(1)
     store = f"file://{folder}/store{int(again)}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORKERS)
-    chosen = {n: c for n, c in cases().items() if not words or any(w in n for w in words)}
+    chosen = {n: c for n, c in CASES.items() if not words or any(w in n for w in words)}
     seen = {name: train(name, what, folder, again=again) for name, what in chosen.items()}
     Path(folder, f"seen{int(again)}.{rank}").write_text(json.dumps(seen))
     dist.barrier()
@@ -275,7 +270,7 @@ def main() -> None:
         finally:
             subprocess.run([*git, "remove", "--force", str(there)], check=False)
     problems = compare(results[there], results[HERE])
-    print("\n".join(problems) or f"equal, bit for bit: {len(results[HERE])} runs of {len(cases())} cases")
+    print("\n".join(problems) or f"equal, bit for bit: {len(results[HERE])} runs of {len(CASES)} cases")
     raise SystemExit(bool(problems))
 
 
