@@ -1,6 +1,5 @@
 """The emulated cluster: its command line, and real processes; with the root marker, real namespaces and links."""
 
-import json
 import os
 import shutil
 import signal
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from bench.cluster import Cluster, hold_port, nodes, require_namespaces
 from bench.cluster.guard import members
 from core import UserError
-from tests.bench.emulated import ENV, ROOT, WORKER, as_nobody, assert_gone, network, python, script, worker
+from tests.bench.emulated import ENV, ROOT, WORKER, as_nobody, assert_gone, network, script, worker
 
 
 def test_missing_iproute2_and_a_kernel_that_refuses_are_named(monkeypatch, tmp_path):
@@ -226,14 +225,6 @@ def test_a_second_signal_kills(root, tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 143
         assert_gone(tmp_path, process.pid)
-
-
-@pytest.mark.root
-def test_training_over_the_emulated_link(root, tmp_path):
-    recipe = ["-m", "vision.train", "digits_small", "--epochs", "1", "--out", str(tmp_path / "run")]
-    nodes = ["--nodes", "2", "--ranks-per-node", "1", "--rate", "100mbit", "--verify", "--"]
-    said = python("-m", "bench.cluster", *nodes, *recipe)
-    assert "link: measured" in said and json.loads((tmp_path / "run/summary.json").read_text())["bytes_sent"] > 0
 
 
 @pytest.mark.root
