@@ -6,7 +6,7 @@
 Makes a git worktree of the commit in a temporary folder. Runs the same cases there and here, on two gloo processes
 each, and compares SHA-256 digests of the parameters and buffers after every step, and of the tensors in the method's
 state after the last one. Keys of the state are not compared, so that they may be renamed. The cases that resume save
-in mid-round in one pair of processes, and go on in a second pair. Exit status 1 if anything differs.
+in mid-round, and go on from there with new objects. Exit status 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 HERE = Path(__file__).resolve().parent.parent
 WORKERS = 2
@@ -83,16 +87,14 @@ WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "paper, no outlier filter": ({"outlier": None}, {}),
 }
 CASES = {name.strip("*"): {"co2": co2} | more for name, (co2, more) in WRITTEN.items()}
-CASES |= {f"resume: {name[:-1]}": CASES[name[:-1]] | {"resumes": True} for name in WRITTEN if name.endswith("*")}
+CASES |= {f"resume: {name[:-1]}": CASES[name[:-1]] for name in WRITTEN if name.endswith("*")}
 
 
 # -- in a worker ---------------------------------------------------------------------------------------------------
 
 
-def digest(tensors: Any) -> str:
+def digest(tensors: Iterable[Tensor]) -> str:
     """SHA-256 of the bits of all, in their order."""
-    import torch
-
     summed = hashlib.sha256()
     for t in tensors:
         summed.update(f"{t.dtype} {tuple(t.shape)}".encode())
@@ -100,29 +102,20 @@ def digest(tensors: Any) -> str:
     return summed.hexdigest()[:16]
 
 
-def tensors_in(state: Any, path: str = "") -> Iterator[Any]:
+def tensors_in(state: Any, path: str = "") -> Iterator[Tensor]:
     """All tensors, but for the flat ones that travel: those hold measured times, too. L-GreCo's error feedback lies in
     slots for the widest format, so only what follows from it is compared: payloads and parameters."""
-    import torch
-
     if isinstance(state, dict) and "allocation" in state:
         return
-    if isinstance(state, torch.Tensor) and "flats" not in path:
+    if isinstance(state, Tensor) and "flats" not in path:
         yield state
-    elif isinstance(state, dict):
-        for name in state:
-            yield from tensors_in(state[name], f"{path}/{name}")
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from tensors_in(value, path)
+    elif isinstance(state, dict | list | tuple):
+        for name, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from tensors_in(value, f"{path}/{name}")
 
 
 def made(what: dict[str, Any]) -> tuple[Any, Any, Any, Any, Callable[..., Any]]:
     """The model, what the loop calls, the optimiser, the method, and a batch."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
     import core
 
     def compression(given: Any) -> Any:
@@ -156,21 +149,15 @@ def made(what: dict[str, Any]) -> tuple[Any, Any, Any, Any, Callable[..., Any]]:
 STEPS, SAVED_AT = 26, 13
 
 
-def train(name: str, what: dict[str, Any], folder: Path, *, again: bool) -> list[str] | None:
-    """The digests after every step, after finish() and of the state. again: in the second pair of processes."""
-    import torch
-    import torch.distributed as dist
-
+def train(what: dict[str, Any], folder: Path, *, resumes: bool, again: bool = False) -> list[str]:
+    """The digests after every step, after finish() and of the state. again: from the checkpoint in the folder."""
     import core
 
-    resumes = what.get("resumes", False)
-    if again and not resumes:
-        return None
     rank = dist.get_rank()
     model, called, optimizer, method, batch = made(what)
     data, seen, first = torch.Generator().manual_seed(100 + rank), [], 0
     if again:
-        first = core.load(folder / name, model, optimizer, method)
+        first = core.load(folder, model, optimizer, method)
         assert first == SAVED_AT, first
     for step in range(STEPS - rank * what.get("fewer", 0)):
         inputs = batch(data)
@@ -182,7 +169,7 @@ def train(name: str, what: dict[str, Any], folder: Path, *, again: bool) -> list
         optimizer.step(), optimizer.zero_grad(), method.step()
         seen.append(digest([*model.parameters(), *model.buffers()]))
         if resumes and not again and step + 1 == SAVED_AT:
-            assert core.save(folder / name, model, optimizer, method, step=SAVED_AT)
+            assert core.save(folder, model, optimizer, method, step=SAVED_AT)
     in_mid_round = sorted(digest([t]) for t in tensors_in(method.state_dict())) if not what.get("fewer") else []
     payloads = [digest([b.payload for b in getattr(method, "buckets", [])])] if in_mid_round else []
     method.finish()
@@ -192,21 +179,19 @@ def train(name: str, what: dict[str, Any], folder: Path, *, again: bool) -> list
     return [*seen, *payloads, "state", *in_mid_round, "state at the end", *ended]
 
 
-def work(root: Path, folder: Path, rank: int, again: bool, words: list[str]) -> None:
-    sys.path[:] = [str(root), *(p for p in sys.path if p and Path(p).resolve() != Path(__file__).resolve().parent)]
+def work(root: Path, folder: Path, rank: int, words: list[str]) -> None:
     warnings.simplefilter("ignore")
-    import torch
-    import torch.distributed as dist
-
     import core
 
     assert Path(core.__file__).is_relative_to(root), core.__file__
     torch.set_num_threads(1)
-    store = f"file://{folder}/store{int(again)}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORKERS)
-    chosen = {n: c for n, c in CASES.items() if not words or any(w in n for w in words)}
-    seen = {name: train(name, what, folder, again=again) for name, what in chosen.items()}
-    Path(folder, f"seen{int(again)}.{rank}").write_text(json.dumps(seen))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORKERS)
+    seen = {}
+    for name, what in CASES.items():
+        resumes = name.startswith("resume: ")
+        for again in (False, True)[: 1 + resumes] if not words or any(word in name for word in words) else ():
+            seen[f"{name}, rank {rank}{', resumed' * again}"] = train(what, folder / name, resumes=resumes, again=again)
+    Path(folder, f"seen.{rank}").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -215,19 +200,14 @@ def work(root: Path, folder: Path, rank: int, again: bool, words: list[str]) -> 
 
 
 def run(root: Path, folder: Path, words: list[str]) -> dict[str, Any]:
-    """What every worker has seen, by case."""
-    found: dict[str, Any] = {}
+    """What every worker has seen, by case. -P: nothing comes from the folder of this file."""
+    folder.mkdir()
     env = os.environ | {"PYTHONPATH": str(root), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    for again in (False, True):
-        command = [sys.executable, __file__, "--work", str(root), str(folder), str(int(again))]
-        ranks = [subprocess.Popen([*command, str(r), *words], cwd=root, env=env) for r in range(WORKERS)]
-        if any([process.wait() for process in ranks]):
-            raise SystemExit(f"the cases failed in {root}")
-        for rank in range(WORKERS):
-            for name, seen in json.loads(Path(folder, f"seen{int(again)}.{rank}").read_text()).items():
-                if seen is not None:
-                    found[f"{name}, rank {rank}{', resumed' * again}"] = seen
-    return found
+    command = [sys.executable, "-P", __file__, "--work", str(root), str(folder)]
+    ranks = [subprocess.Popen([*command, str(rank), *words], cwd=root, env=env) for rank in range(WORKERS)]
+    if any([process.wait() for process in ranks]):
+        raise SystemExit(f"the cases failed in {root}")
+    return {name: seen for file in folder.glob("seen.*") for name, seen in json.loads(file.read_text()).items()}
 
 
 def compare(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -252,8 +232,8 @@ def seen_and_state(seen: list[str]) -> tuple[list[str], Counter[str]]:
 
 def main() -> None:
     if sys.argv[1:2] == ["--work"]:
-        root, folder, again, rank, *words = sys.argv[2:]
-        return work(Path(root), Path(folder), int(rank), again == "1", words)
+        root, folder, rank, *words = sys.argv[2:]
+        return work(Path(root), Path(folder), int(rank), words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
     parser.add_argument("words", nargs="*", help="run only the cases whose names contain one of these")
@@ -264,9 +244,7 @@ def main() -> None:
         subprocess.run([*git, "add", "--detach", "--quiet", str(there), given.commit], check=True)
         try:
             for root in (there, HERE):
-                of_root = Path(folder, f"of_{len(results)}")
-                of_root.mkdir()
-                results[root] = run(root, of_root, given.words)
+                results[root] = run(root, Path(folder, f"of_{len(results)}"), given.words)
         finally:
             subprocess.run([*git, "remove", "--force", str(there)], check=False)
     problems = compare(results[there], results[HERE])
