@@ -17,7 +17,6 @@ from transformers import BertConfig, BertLMHeadModel, RobertaConfig, RobertaForM
 from core.errors import UserError
 from language import pretrained
 from language.data import IGNORE
-from language.finetune import open_task
 from language.finetune_recipes import RECIPES, FinetuneRecipe, LoraConfig
 from language.model import blocks_of
 from language.prompts import Prompt, PromptTask, answer_scores, answers_of, collate, encode, read_lines
@@ -126,16 +125,6 @@ def test_an_evaluation_reads_as_many_samples_at_once_as_a_micro_batch(tmp_path: 
     run.rank, run.world_size, run.data_workers = 1, 2, 2
     task.evaluate(run, torch.nn.Identity(), at_end=True)  # pyright: ignore[reportArgumentType]
     assert read == [32 // 2 // 4]
-
-
-def test_a_text_without_a_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CO2_CACHE", str(tmp_path / "cache"))
-    for split in ("train", "val"):
-        (tmp_path / f"{split}.txt").write_text("a film of two hours.")
-    recipe = recipe_of(None, task="text", data=tmp_path)
-    with pytest.raises(UserError, match=r"its training text of \d+ tokens is shorter than two windows of context=48"):
-        open_task(recipe, tiny_tokenizer(), 48)
-    open_task(replace(recipe, balance="round"), tiny_tokenizer(), 48)
 
 
 def test_workers_share_each_batch_out(tmp_path: Path):
