@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.loss.__main__ import captured, vmap_gradient
 from core import CO2, CO2Config, make_method
 from core.compression import formats
-from core.testing import run_distributed
 from tests.gpu.problem import (
     DEVICE,
     METHODS,
@@ -192,7 +190,7 @@ def products(params: list[nn.Parameter], method: Any, steps: int) -> None:
 
 
 def streams(make: Any, trace: Path) -> dict[str, set[int]]:
-    """Streams of matrix products, of copies to the host, and of NCCL's kernels."""
+    """Streams of matrix products, and of copies to the host."""
     params = [nn.Parameter(torch.randn(SIZE, SIZE, device=DEVICE)) for _ in range(4)]
     method = make(params)
     products(params, method, 8)
@@ -201,13 +199,11 @@ def streams(make: Any, trace: Path) -> dict[str, set[int]]:
         torch.cuda.synchronize()
     traced.export_chrome_trace(str(trace))
     end(method)
-    found: dict[str, set[int]] = {"compute": set(), "copies": set(), "nccl": set()}
+    found: dict[str, set[int]] = {"compute": set(), "copies": set()}
     for event in json.loads(trace.read_text())["traceEvents"]:
         stream, name = event.get("args", {}).get("stream"), str(event.get("name", ""))
         if event.get("cat") == "kernel" and ("gemm" in name or "cutlass" in name):
             found["compute"].add(stream)
-        if event.get("cat") == "kernel" and "nccl" in name.lower():
-            found["nccl"].add(stream)
         if event.get("cat") == "gpu_memcpy" and "DtoH" in name:
             found["copies"].add(stream)
     return found
@@ -225,15 +221,3 @@ def test_a_captured_gradient_is_the_plain_one():
 def test_offloading_copies_in_a_stream_of_its_own(tmp_path: Path):
     seen = streams(lambda params: CO2(params, CO2Config(tau=2), offload=True), tmp_path / "trace.json")
     assert seen["compute"] and seen["copies"] and not seen["compute"] & seen["copies"], seen
-
-
-def traced_collective(rank: int, world_size: int, folder: str) -> dict[str, set[int]]:
-    torch.cuda.set_device(rank)
-    group: Any = dist.new_group(backend="nccl")
-    return streams(lambda params: CO2(params, CO2Config(tau=4), group=group), Path(folder, f"{rank}.json"))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each of two workers")
-def test_the_collective_runs_outside_the_compute_stream(tmp_path: Path):
-    for seen in run_distributed(traced_collective, 2, str(tmp_path), timeout=300):
-        assert seen["compute"] and seen["nccl"] and not seen["compute"] & seen["nccl"], seen
