@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from bench.loss.__main__ import captured, vmap_gradient
 from core import CO2, CO2Config, make_method
@@ -175,38 +172,7 @@ def test_a_method_holds_what_the_dry_run_says(name: str):
     assert found <= 1.1 * said, f"holds {found / size:.2f} copies, the dry run says {said / size:.2f}"
 
 
-# -- streams ------------------------------------------------------------------------------------------------------
-
-SIZE = 1024
-
-
-def products(params: list[nn.Parameter], method: Any, steps: int) -> None:
-    """Local steps of matrix products, so that the computing stream has work."""
-    with torch.no_grad():
-        for step in range(steps):
-            for p in params:
-                p.mul_(0.99).add_(torch.tanh(p @ p) * 1e-3 * (step % 3))
-            method.step()
-
-
-def streams(make: Any, trace: Path) -> dict[str, set[int]]:
-    """Streams of matrix products, and of copies to the host."""
-    params = [nn.Parameter(torch.randn(SIZE, SIZE, device=DEVICE)) for _ in range(4)]
-    method = make(params)
-    products(params, method, 8)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
-        products(params, method, 12)
-        torch.cuda.synchronize()
-    traced.export_chrome_trace(str(trace))
-    end(method)
-    found: dict[str, set[int]] = {"compute": set(), "copies": set()}
-    for event in json.loads(trace.read_text())["traceEvents"]:
-        stream, name = event.get("args", {}).get("stream"), str(event.get("name", ""))
-        if event.get("cat") == "kernel" and ("gemm" in name or "cutlass" in name):
-            found["compute"].add(stream)
-        if event.get("cat") == "gpu_memcpy" and "DtoH" in name:
-            found["copies"].add(stream)
-    return found
+# -- bench.loss --------------------------------------------------------------------------------------------------
 
 
 def test_a_captured_gradient_is_the_plain_one():
@@ -216,8 +182,3 @@ def test_a_captured_gradient_is_the_plain_one():
     for shape in ((4, 5), (4, 5), (2, 5)):
         x, batch = torch.randn(shape, device=DEVICE), (torch.randn(shape, device=DEVICE),)
         assert torch.equal(replay(x, batch), vmapped(x, batch)) and vmapped(x, batch).any()
-
-
-def test_offloading_copies_in_a_stream_of_its_own(tmp_path: Path):
-    seen = streams(lambda params: CO2(params, CO2Config(tau=2), offload=True), tmp_path / "trace.json")
-    assert seen["compute"] and seen["copies"] and not seen["compute"] & seen["copies"], seen
