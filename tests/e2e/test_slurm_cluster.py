@@ -216,6 +216,13 @@ def cluster(nodes: int) -> Iterator[Cluster]:
 
 pytestmark = pytest.mark.slurm
 
+SMALL = {
+    "vision_a100": "digits_small",
+    "segmentation_3090": "digits_small",
+    "pointcloud_a100": "surfaces_small",
+    "gpt2_3090": "gpt2_pydoc_small",
+    "roberta_a100": "roberta_pydoc_small",
+}
 # our reading of the paper's rule: no two runs with the recommended ones are alike, for they follow measured times
 VISION = ("--no_recommended", "--device", "cpu", "--log_every", "1", "--checkpoint_every", "0", "--epochs")
 SLOW_LINK = ("--link_mbit", "5")  # the job waits for it, and leaves the cores to others
@@ -239,7 +246,7 @@ def submit(slurm: Cluster, script: str, run: str, *options: str, asks=(LAST_TWO,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "VENV": "",
         "RDZV_HOST": "127.0.0.1",  # the nodes' names are no machines'
-        "RECIPE": "digits_small",
+        "RECIPE": SMALL.get(script, "digits_small"),
         "BATCH_SIZE": "",
         "TAU": "6",
         "OUT": str(folder(slurm, run)),
@@ -305,6 +312,13 @@ def test_a_preempted_job_is_requeued_and_resumes_bit_for_bit(slurm: Cluster, at_
     assert "was told to stop, and its run has saved: back into the queue" in slurm.output(job)
     assert "Traceback" not in slurm.output(job)
     same_end(slurm, "preempted", undisturbed)
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_every_task_runs_its_small_recipe(script: str, slurm: Cluster, at_limits: dict):
+    job = submit(slurm, script, script, "--device", "cpu", "--epochs", "1")
+    assert slurm.wait(job) == "COMPLETED", slurm.output(job)
+    assert summary(slurm, script)["steps"] > 0
 
 
 def test_a_job_in_a_container_saves_when_it_is_signalled(slurm: Cluster):
