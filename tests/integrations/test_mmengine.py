@@ -63,7 +63,8 @@ class Probe(Hook):
 
 
 def built(rank: int, folder: Path, *hooks: Hook, steps: int = STEPS, loading: int = 0, **changes: Any) -> Runner:
-    data = [{"inputs": torch.tensor([1.0 + rank + i, float(i % 3)])} for i in range(8)]
+    # as many as STEPS need: behind the last one mmengine would sleep for two seconds
+    data = [{"inputs": torch.tensor([(1.0 + rank + i) / 8, i % 3 - 1.0])} for i in range(2 * STEPS)]
     config: dict[str, Any] = {
         "work_dir": str(folder),
         "train_dataloader": DataLoader(data, batch_size=2, num_workers=loading),  # type: ignore[arg-type]
