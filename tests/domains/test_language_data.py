@@ -320,7 +320,8 @@ def test_a_folder_stands_for_its_text_files_and_form_feeds_split_them(library):
 
 def test_a_folder_that_cannot_be_read_is_named_unless_it_is_hidden(library: Path, monkeypatch: pytest.MonkeyPatch):
     (library / ".trash").mkdir()
-    (library / ".trash" / "c.txt").write_text("removed")
+    for name in (".trash/c.txt", "._a.txt"):
+        (library / name).write_text("removed")
     forbid(library / ".trash", monkeypatch)
     assert [file.name for file in text_files([library])] == ["a.txt", "b.txt.xz"]
     forbid(library / "deep", monkeypatch)
