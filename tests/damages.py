@@ -55,6 +55,16 @@ def room(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+class Hostile:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
 def _garbage(path: Path) -> None:
     path.write_bytes(random.Random(0).randbytes(2000))
 

@@ -58,8 +58,10 @@ class Loop:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The whole lines of a run's metrics.jsonl; none before it is there."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def logged(folder: Path, name: str = "train_loss") -> list[Any]:

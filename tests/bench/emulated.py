@@ -1,4 +1,4 @@
-"""Processes of an emulated cluster for tests: started, looked for, and run as nobody."""
+"""Processes of an emulated cluster for tests: started, looked for, and run to their end."""
 
 import contextlib
 import os
@@ -92,24 +92,3 @@ def network() -> str:
     """The machine's own interfaces and named namespaces."""
     listings = (["ip", "netns"], ["ip", "-brief", "link"])
     return "".join(subprocess.run(argv, capture_output=True, text=True, check=True).stdout for argv in listings)
-
-
-def as_nobody(command: list[str], folder: Path) -> list[str]:
-    """The command line that runs `command` as nobody.
-
-    Where the interpreter lies in a folder that nobody may pass, such as /root, it is mounted anew in a readable one,
-    in a mount namespace that ends with the command.
-    """
-    needed = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), ROOT]
-    closed = {top for path in needed for top in path.parents if not top.stat().st_mode & 0o001}
-    lines = ["set -e"]
-    for top in sorted(closed):
-        inner = [path for path in needed if top in path.parents]
-        for number, path in enumerate(inner):
-            held = folder / f"held{number}"
-            lines += [f"mkdir -p {held}", f"mount --bind {path} {held}"]
-        lines.append(f"mount -t tmpfs -o mode=755 tmpfs {top}")
-        for number, path in enumerate(inner):
-            lines += [f"mkdir -p {path}", f"mount --move {folder}/held{number} {path}"]
-    lines.append('exec setpriv --reuid=65534 --regid=65534 --clear-groups --inh-caps=-all --no-new-privs "$@"')
-    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", "\n".join(lines), "sh", *command]

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from bench import time_to_loss
 from bench.cluster import Cluster
-from bench.peers.adapters import PEERS, Peer
+from bench.peers.adapters import PEERS, Peer, split
 from bench.report import holm, paired_ratio
 from bench.standin import build_model
 from bench.time_to_loss import (
@@ -168,6 +169,15 @@ def test_a_method_may_have_other_settings():
     own = "ddp:compression=int4,cap=0.25,accumulate=4"
     assert parsed(own).ddp_compression.format == "int4"
     assert [number_of(own, key) for key in ("cap", "accumulate", "nodes")] == [0.25, 4, None]
+
+
+def test_fragments_are_about_equal_and_a_tied_parameter_belongs_to_one():
+    """Layers of 20, 20, 30 and 30 parameters: 40 and 60."""
+    layers = [nn.Linear(*size, bias=False) for size in ((4, 5), (4, 5), (6, 5), (6, 5), (4, 5))]
+    layers[4].weight = layers[0].weight
+    parts = split(nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU()))), 2)
+    assert [sum(p.numel() for p in part.parameters()) for part in parts] == [40, 60]
+    assert [module for part in parts for module in part] == layers[:4]  # pyright: ignore
 
 
 # -- a run of made-up ranks ---------------------------------------------------------------------------------------

@@ -299,13 +299,6 @@ def test_json_lines_and_prompts_from_windows(tmp_path: Path):
     assert [(line.prompt, line.answer) for line in read_lines(tmp_path / "p.jsonl")] == [("a", " b")]
 
 
-def test_hidden_texts_are_left_out(tmp_path: Path):
-    for name in ("a.txt", "._a.txt", ".ipynb_checkpoints/a-checkpoint.txt", "b/c.TXT"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
-    assert text_files([tmp_path]) == (tmp_path / "a.txt", tmp_path / "b/c.TXT")
-
-
 # -- lists ------------------------------------------------------------------------------------------------------------
 
 

@@ -22,12 +22,16 @@ DOCUMENTS = replace(gpt2_pydoc_small(), balance="round", recommended=False)
 ISLANDS = replace(DOCUMENTS, balance="rings", rings=RingsConfig(costs=(1.0, 0.0, 0.0, 0.0)), per_node=2)
 GPT2, ZO = gpt2_pydoc_small(), RECIPES["gpt2_zo_small"]
 DIGITS, SCENES, CLOUDS, PROMPTS = vision.digits_small(), segmentation.digits_small(), surfaces_small(), prompts_adamw()
+INT8 = CompressionConfig("int8")
 SYNC_BN, ELASTIC = replace(SCENES, sync_bn="node"), Recipe(elastic=True)
 REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     # numbers, of which RANGES below has the rest
     (DIGITS, {"label_smoothing": 2.0}, "label_smoothing=2.0: give a number from"),
     (GPT2, {"context": 3}, "context=3: give 4 or more"),
+    (DIGITS, {"eval_every": "0steps"}, "eval_every=0steps: give "),
+    (DIGITS, {"checkpoint_every": "-1minutes"}, "checkpoint_every=-1minutes: give "),
     # of another data set, model or method
+    (DIGITS, {"method": "ddp", "co2": CO2Config(compression=INT8)}, "compression.format='int8' is CO2's own"),
     (DIGITS, {"mixup": 0.5}, "mixup=0.5 is for imagenet only, not digits: leave it out"),
     # fine-tuning
     (PROMPTS, {"lora": LoraConfig(-1)}, "lora rank=-1"),

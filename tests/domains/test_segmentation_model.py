@@ -2,9 +2,7 @@
 
 import argparse
 import hashlib
-import os
 from pathlib import Path
-from typing import Any
 
 import mmseg
 import numpy as np
@@ -20,6 +18,7 @@ from core import UserError
 from segmentation.model import BackboneName, build_model, upernet
 from segmentation.recipes import RECIPES
 from segmentation.train import make_model
+from tests.damages import Hostile
 
 MINIS = ("resnet_mini", "swin_mini", "vit_mini")
 
@@ -115,20 +114,10 @@ def test_pretrained_backbone_is_loaded_and_a_wrong_one_refused(tmp_path: Path, m
         build_model(upernet("resnet_mini", 11, (96, 96), pretrained=tmp_path / "absent.pth"))
 
 
-class Harmful:
-    """Pickled as a call of os.mkdir."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 def test_no_code_runs_from_a_backbones_file(tmp_path: Path, mini: dict[str, torch.Tensor]) -> None:
     for number, legacy in enumerate((False, True)):
         path = tmp_path / f"{number}.pth"
-        content = {"state_dict": mini, "meta": Harmful(tmp_path / "made")}
+        content = {"state_dict": mini, "meta": Hostile(tmp_path / "made")}
         torch.save(content, path, _use_new_zipfile_serialization=not legacy)
         with pytest.raises(UserError, match=rf"{path}: holds posix.mkdir.*keep only its weights"):
             build_model(upernet("resnet_mini", 11, (96, 96), pretrained=path))

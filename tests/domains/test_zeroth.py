@@ -369,9 +369,8 @@ def test_scalars_of_another_run_are_refused(tmp_path):
     other.step(lambda m: losses_of(m, batch(1)).mean(), SAMPLES)
     with pytest.raises(UserError, match="of another run than this one"):
         other.replay(log)
-    for text in ((tmp_path / "log").read_bytes()[:-3], b"[]\n", b'{"format": 1}\n', b"\xff\n"):
-        (tmp_path / "log").write_bytes(text)
-        with pytest.raises(UserError, match="no whole list of a zeroth-order run's scalars"):
-            ScalarLog.load(tmp_path / "log")
+    (tmp_path / "log").write_bytes((tmp_path / "log").read_bytes()[:-3])
+    with pytest.raises(UserError, match="no whole list of a zeroth-order run's scalars"):
+        ScalarLog.load(tmp_path / "log")
     with pytest.raises(UserError, match=r"the checkpoint has eps=0.001, here 0.1: resume with its settings"):
         ZerothOrder(Net(), ZerothConfig(eps=0.1), lr=0.1).load_state_dict(zo.state_dict())

@@ -1,6 +1,5 @@
 """README, the documentation and results/: short, current, linked, and true."""
 
-import ast
 import importlib.util
 import json
 import os
@@ -18,7 +17,7 @@ import core
 from core.testing import run_distributed
 from results import pages, paper
 from tests import documented
-from tests.imports import ROOT
+from tests.imports import ROOT, files
 
 # {.python} shows a file of examples/: ruff formats what stands in plain python blocks
 LANGUAGES = ("python", "{.python}", "console", "text", "diff", "yaml", "bash", "bibtex")
@@ -161,19 +160,9 @@ def test_links_lead_somewhere(path: Path):
             assert anchor in map(slug, re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)), f"{target}#{anchor}"
 
 
-def literals() -> str:
-    """All constant strings of the source, one after the other."""
-    found = []
-    for place in ("core", "training", "vision", "segmentation", "pointcloud", "language"):
-        for path in (ROOT / place).rglob("*.py"):
-            nodes = ast.walk(ast.parse(path.read_text()))
-            found += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return "\n".join(found)
-
-
 def test_what_the_quick_start_quotes_is_a_message():
     """Most pairs of words that follow each other are in the source; the others are where pieces of a message meet."""
-    told = " ".join(literals().split())
+    told = " ".join("".join((ROOT / file).read_text() for file in files()).split())
     quotes = re.findall(r"\*\*`(.*?)`\*\*", (ROOT / "docs/index.md").read_text())
     assert len(quotes) > 3
     for quote in quotes:

@@ -1,6 +1,5 @@
 """Elastic runs as users start them, with real kills from outside."""
 
-import json
 import os
 import signal
 import subprocess
@@ -35,22 +34,17 @@ def children(process: subprocess.Popen[str]) -> dict[str, int]:
     return found
 
 
-def lines(folder: Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()[:-1]] if path.exists() else []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "of", [VISION, ("language.train", "gpt2_pydoc_small", "--batch_size", "6")], ids=["vision", "language"]
 )
 def test_a_run_goes_on_and_takes_a_worker_back(of: tuple[str, ...], tmp_path: Path):
     process = start(tmp_path, 1, "--epochs", "400", of=of)
-    wait_until(lambda: len(lines(tmp_path)) > 10, process)
+    wait_until(lambda: len(rows(tmp_path)) > 10, process)
     os.kill(children(process)["1"], signal.SIGKILL)
-    wait_until(lambda: any("1.1 came" in line.get("workers", "") for line in lines(tmp_path)), process)
-    came = lines(tmp_path)[-1]["step"]
-    wait_until(lambda: lines(tmp_path)[-1]["step"] > came + 20, process)
+    wait_until(lambda: any("1.1 came" in line.get("workers", "") for line in rows(tmp_path)), process)
+    came = rows(tmp_path)[-1]["step"]
+    wait_until(lambda: rows(tmp_path)[-1]["step"] > came + 20, process)
     process.send_signal(signal.SIGTERM)
     text = process.communicate(timeout=200)[0]
     assert process.returncode == 128 + signal.SIGTERM and "Traceback" not in text, text
@@ -65,7 +59,7 @@ def test_a_run_goes_on_and_takes_a_worker_back(of: tuple[str, ...], tmp_path: Pa
 @pytest.mark.slow
 def test_nothing_outlives_the_launcher(tmp_path: Path):
     process = start(tmp_path, 1, "--epochs", "40")
-    wait_until(lambda: len(lines(tmp_path)) > 5, process)
+    wait_until(lambda: len(rows(tmp_path)) > 5, process)
     workers = children(process)
     assert set(workers) == {"0", "1", "2"}
     process.kill()

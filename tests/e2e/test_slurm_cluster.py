@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,9 @@ import pytest
 import torch
 
 from core.checkpoint import runs as checkpoint
+from tests import runs
 from tests.imports import ROOT
+from tests.runs import rows
 
 # -- a cluster on this machine, all of it under one folder; needs root, slurm-wlm and munge ---------------------------
 
@@ -248,28 +249,25 @@ def submit(slurm: Cluster, script: str, run: str, *options: str, asks=(LAST_TWO,
         "RECIPE": SMALL.get(script, "digits_small"),
         "BATCH_SIZE": "",
         "TAU": "6",
-        "OUT": folder(slurm, run),
+        "OUT": str(folder(slurm, run)),
         "CO2_DATA": str(slurm.folder),  # an empty one: the recipes bring their data
     }
     return slurm.submit(*asks, f"slurm/{script}.sh", *options, **settings | variables)
 
 
-def folder(slurm: Cluster, run: str) -> str:
-    return str(slurm.folder / "runs" / run)
+def folder(slurm: Cluster, run: str) -> Path:
+    return slurm.folder / "runs" / run
 
 
 def summary(slurm: Cluster, run: str) -> dict[str, float]:
     """What a run has written at its end, which may come a moment after its job's."""
-    file = Path(folder(slurm, run), "summary.json")
-    assert wait_until(file.exists, 60), f"no {file}"
-    return json.loads(file.read_text())
+    assert wait_until((folder(slurm, run) / "summary.json").exists, 60), f"no summary of {run}"
+    return runs.summary(folder(slurm, run))
 
 
 def losses(slurm: Cluster, run: str) -> list[tuple[int, float]]:
     """(step, training loss) of every line that has one, in the file's order."""
-    file = Path(folder(slurm, run), "metrics.jsonl")
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [(row["step"], row["train_loss"]) for row in rows if "train_loss" in row]
+    return [(row["step"], row["train_loss"]) for row in rows(folder(slurm, run)) if "train_loss" in row]
 
 
 def reaches(slurm: Cluster, job: str, run: str, step: int) -> None:
@@ -281,7 +279,7 @@ def reaches(slurm: Cluster, job: str, run: str, step: int) -> None:
 def same_end(slurm: Cluster, run: str, other: str) -> None:
     """Two runs of two workers have the same losses and end with the same parameters, bit for bit."""
     assert losses(slurm, run) == losses(slurm, other)
-    found = [checkpoint.load_newest(Path(folder(slurm, name), "checkpoints"), rank=0) for name in (run, other)]
+    found = [checkpoint.load_newest(folder(slurm, name) / "checkpoints", rank=0) for name in (run, other)]
     one, two = (state["model"] for state, _ in filter(None, found))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 

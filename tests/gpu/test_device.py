@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from bench.loss.__main__ import captured, vmap_gradient
 from core import CO2, CO2Config, make_method
 from core.compression import formats
-from core.testing import run_distributed
 from tests.gpu.problem import (
     DEVICE,
     METHODS,
@@ -177,38 +172,7 @@ def test_a_method_holds_what_the_dry_run_says(name: str):
     assert found <= 1.1 * said, f"holds {found / size:.2f} copies, the dry run says {said / size:.2f}"
 
 
-# -- streams ------------------------------------------------------------------------------------------------------
-
-SIZE = 1024
-
-
-def products(params: list[nn.Parameter], method: Any, steps: int) -> None:
-    """Local steps of matrix products, so that the computing stream has work."""
-    with torch.no_grad():
-        for step in range(steps):
-            for p in params:
-                p.mul_(0.99).add_(torch.tanh(p @ p) * 1e-3 * (step % 3))
-            method.step()
-
-
-def streams(make: Any, trace: Path) -> dict[str, set[int]]:
-    """Streams of matrix products, and of NCCL's kernels."""
-    params = [nn.Parameter(torch.randn(SIZE, SIZE, device=DEVICE)) for _ in range(4)]
-    method = make(params)
-    products(params, method, 8)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
-        products(params, method, 12)
-        torch.cuda.synchronize()
-    traced.export_chrome_trace(str(trace))
-    end(method)
-    found: dict[str, set[int]] = {"compute": set(), "nccl": set()}
-    for event in json.loads(trace.read_text())["traceEvents"]:
-        stream, name = event.get("args", {}).get("stream"), str(event.get("name", ""))
-        if event.get("cat") == "kernel" and ("gemm" in name or "cutlass" in name):
-            found["compute"].add(stream)
-        if event.get("cat") == "kernel" and "nccl" in name.lower():
-            found["nccl"].add(stream)
-    return found
+# -- bench.loss --------------------------------------------------------------------------------------------------
 
 
 def test_a_captured_gradient_is_the_plain_one():
@@ -218,15 +182,3 @@ def test_a_captured_gradient_is_the_plain_one():
     for shape in ((4, 5), (4, 5), (2, 5)):
         x, batch = torch.randn(shape, device=DEVICE), (torch.randn(shape, device=DEVICE),)
         assert torch.equal(replay(x, batch), vmapped(x, batch)) and vmapped(x, batch).any()
-
-
-def traced_collective(rank: int, world_size: int, folder: str) -> dict[str, set[int]]:
-    torch.cuda.set_device(rank)
-    group: Any = dist.new_group(backend="nccl")
-    return streams(lambda params: CO2(params, CO2Config(tau=4), group=group), Path(folder, f"{rank}.json"))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a device for each of two workers")
-def test_the_collective_runs_outside_the_compute_stream(tmp_path: Path):
-    for seen in run_distributed(traced_collective, 2, str(tmp_path), timeout=300):
-        assert seen["compute"] and seen["nccl"] and not seen["compute"] & seen["nccl"], seen

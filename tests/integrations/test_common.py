@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from core import CO2, CO2Config, UserError
 from core.checkpoint.runs import random_state, set_random_state
-from core.integrations.common import check_mesh, load_own, save_own
+from core.integrations.common import load_own, save_own
 from core.testing import run_distributed
 from tests.imports import ROOT
 from tests.on_ranks import on_ranks, total_world_size
@@ -147,9 +147,3 @@ def test_the_process_leaves_torch_distributed_where_it_ends_well(tmp_path: Path)
     for member, process in started:
         said, errors = process.communicate(timeout=120)
         assert (said, process.returncode) == (f"still a member: {member}\n", int(member)), errors
-
-
-def test_a_mesh_is_refused_because_nothing_averages_inside_a_node():
-    with pytest.raises(UserError, match="Test: mesh=: the model is bare here"):
-        check_mesh("Test", {"mesh": object()})
-    check_mesh("Test", {"mesh": None, "timeout": 3.0})

@@ -20,7 +20,8 @@ from core import CO2Config, UserError
 from core.checkpoint import runs as checkpoint
 from core.checkpoint import stored
 from core.testing import _context
-from tests.damages import changed, forbid, names, signed
+from tests.damages import DAMAGES as OF_FILES
+from tests.damages import Hostile, changed, forbid, names, signed
 from tests.on_ranks import on_ranks
 from tests.problems import refusal
 from tests.runs import Loop, Toy
@@ -73,20 +74,6 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-class Hostile:
-    """Unpickled, it makes a file `ran`."""
-
-    def __init__(self, path: Path):
-        self.path = path.with_name("ran")
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def half(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def in_its_place(make: Callable[[Path], Any]) -> Callable[[Path], None]:
     return lambda path: (path.unlink(), make(path))[1]
 
@@ -101,13 +88,13 @@ def forged(write: Callable[[Path], Any]) -> Callable[[Path], None]:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "truncated": (FILE, half, f"{FILE} is damaged, its size differs"),
+    "truncated": (FILE, OF_FILES["cut"], f"{FILE} is damaged, its size differs"),
     "a flipped bit": (FILE, flip, f"{FILE} is damaged, its checksum differs"),
     "no file": (FILE, Path.unlink, f"{FILE} is missing"),
     "another digest": ("manifest.json", names(lambda of: {FILE: of[FILE] | {"sha256": "0"}}), f"{FILE} is damaged"),
     "no digest": ("manifest.json", names(lambda of: {FILE: {}}), "it cannot be read, KeyError: 'bytes'"),
     "garbage": (FILE, forged(lambda path: path.write_bytes(b"garbage" * 999)), f"{FILE} cannot be read"),
-    "hostile": (FILE, forged(lambda path: torch.save(Hostile(path), path)), f"{FILE} cannot be read"),
+    "hostile": (FILE, forged(lambda path: torch.save(Hostile(path.with_name("ran")), path)), f"{FILE} cannot be read"),
     "no dict": (FILE, forged(lambda path: torch.save([1], path)), "it cannot be read, "),
     "no such worker": (FILE, changed(lambda state: state["elsewhere"].update({"['step']": 7})), "rank7.pt"),
     "no manifest": ("manifest.json", Path.unlink, "manifest.json is missing"),

@@ -115,7 +115,7 @@ class Machines:
 
     @property
     def step(self) -> int:
-        return rows(self.run)[-1]["step"] if (self.run / "metrics.jsonl").exists() and rows(self.run) else 0
+        return max((row["step"] for row in rows(self.run)), default=0)
 
     @property
     def logs(self) -> str:

@@ -17,6 +17,7 @@ import training.folder.settings as of_run
 from core import UserError
 from core.testing import _context
 from tests.runs import Plain as Toy
+from tests.runs import rows
 from training.counters import Stopwatch
 from training.folder.run_folder import RunFolder
 from training.optim import OptimConfig
@@ -33,7 +34,7 @@ def start(recipe: Toy, step: int = 0, *lines: int, total: int = 100) -> RunFolde
 
 
 def steps(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows(folder)]
 
 
 def test_a_resumed_run_forgets_what_was_logged_after_its_checkpoint(tmp_path: Path):

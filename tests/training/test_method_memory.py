@@ -25,7 +25,7 @@ from core.local_update import LocalUpdateMethod
 from core.nodes import node_mesh
 from core.testing import run_distributed
 from language.zeroth import ZerothOrder
-from tests.training.live import Live
+from tests.dispatch import Live
 from training import checks
 from training.recipe import Recipe
 

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core import CO2Config, UserError
+from core import UserError
 from core.testing import run_distributed
-from tests.runs import Loop
+from tests.runs import Loop, Toy
 from training.data.samples import generator
 from training.loop.run import Run
-from training.optim import OptimConfig
-from training.recipe import Recipe
 
 SAVED, LANDED, STEPS = 9, 12, 14  # what is sent at step 9, where a round ends, lands at step 12
-
-
-@dataclass(frozen=True)
-class Toy(Recipe):
-    """A recipe of a test: rounds of three steps."""
-
-    name: str = "toy"
-    co2: CO2Config = CO2Config(tau=3)
-    optim: OptimConfig = OptimConfig("adamw", lr=0.01, schedule="constant")
-    batch_size: int = 12
-    log_every: int = 4
-    checkpoint_every: int = 0
-    device: Any = "cpu"
 
 
 def network() -> nn.Module:

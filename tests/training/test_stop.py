@@ -123,14 +123,6 @@ def test_one_worker_of_a_node_stops_and_saves_for_all(rank: int, tmp_path: Path)
     assert alike(*ends[:4])
 
 
-def test_a_lone_worker_stops_where_a_round_closes(tmp_path: Path):
-    recipe = Toy(out=tmp_path / "stopped")
-    whole = train(replace(recipe, out=tmp_path / "whole"))
-    assert train(recipe, STOP_ASKED) == 12 == summary(recipe.folder)["steps"]
-    resumed = train(replace(recipe, resume=True))
-    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
-
-
 def one_ahead(rank: int, world_size: int, folder: str, resume: bool) -> tuple[int, int, Tensor]:
     """Worker 1 gets the signal after its step 13, with worker 0 in finish(). The steps at which the run began and
     ended, and its end."""
