@@ -66,7 +66,7 @@ from . import outer
 from .buckets import cut, is_dtensor, local_shard, slices, unique
 from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, named_rule, scheduled
-from .errors import UserError
+from .errors import UserError, checked
 from .groups import Holders, of_all
 from .hooks import GUARDS, Judge
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
@@ -115,6 +115,7 @@ class CO2(LocalUpdateMethod):
     fragments: Sequence[Fragment] = ()
     _reached_in = -1  # the round whose boundary has merged all fragments for an evaluation
 
+    @checked
     def __init__(
         self,
         params: Iterable[Tensor],

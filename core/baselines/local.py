@@ -16,7 +16,7 @@ from ..buckets import copy, copy_where, rescale, views
 from ..co2 import CO2
 from ..compression.config import CompressionConfig
 from ..config import LARGE, CO2Config, CommonArgs, build_args, of_kind
-from ..errors import UserError, is_number, require
+from ..errors import UserError, checked, is_number, is_whole, require, shown
 from ..guards.inputs import refuse_shards, tensors_of
 from ..local_update import LocalUpdateMethod
 from ..outer import carried
@@ -26,9 +26,16 @@ TAU_AUTO = "tau='auto' is CO2's own choice, from measured times: give another me
 
 def shared_settings(tau: int, compression: CompressionConfig | None, **more: Any) -> CO2Config:
     """Returns the settings that a method shares with CO2. UserError for tau auto, which is CO2's own choice."""
-    if tau == "auto":
-        raise UserError(TAU_AUTO)
+    if not is_whole(tau):
+        auto = isinstance(tau, str) and tau == "auto"
+        raise UserError(TAU_AUTO if auto else f"{shown('tau', tau)}: give a whole number of local steps, 1 or more")
     return CO2Config(tau=tau, compression=compression or CompressionConfig(), **more)
+
+
+class BaselineArgs(CommonArgs):
+    """Arguments that every baseline supports. compression: see Baseline."""
+
+    compression: CompressionConfig | None
 
 
 class Baseline(LocalUpdateMethod):
@@ -46,6 +53,7 @@ class Baseline(LocalUpdateMethod):
     _settings: type = type(None)
     _keeps_anchors = _overlaps = False
 
+    @checked
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -104,6 +112,7 @@ class LocalSGD(Blocking):
             copy(bucket.params, views(average, bucket.params))
 
 
+@checked
 @dataclass(frozen=True)
 class SlowMoConfig:
     """SlowMo's settings (Wang et al., ICLR 2020). Its period is CO2's tau."""
@@ -133,6 +142,7 @@ class SlowMo(Blocking):
 
     name, _settings, _keeps_anchors = "SlowMo", SlowMoConfig, True
 
+    @checked
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -140,7 +150,7 @@ class SlowMo(Blocking):
         config: SlowMoConfig | None = None,
         *,
         lr: Callable[[], float] | None = None,
-        **args: Any,
+        **args: Unpack[BaselineArgs],
     ):
         super().__init__(params, tau, config, **args)
         self._lr = lr or (lambda: 1.0)
@@ -155,6 +165,7 @@ class SlowMo(Blocking):
             copy(bucket.params, views(x, bucket.params))
 
 
+@checked
 @dataclass(frozen=True)
 class DiLoCoConfig:
     """DiLoCo's settings (Douillard et al. 2023). Its period is CO2's tau."""
@@ -174,6 +185,7 @@ class DiLoCo(CO2):
 
     name = "DiLoCo"
 
+    @checked
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -190,6 +202,7 @@ class DiLoCo(CO2):
         super().__init__(params, c, **args)
 
 
+@checked
 @dataclass(frozen=True)
 class OverlapLocalConfig:
     """Overlap-Local-SGD's settings (Wang, Liang and Joshi, ICASSP 2020). Its period is CO2's tau."""
