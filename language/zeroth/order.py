@@ -147,7 +147,7 @@ def exchange(
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise CollectiveError(
-            f"rank {dist.get_rank()}: the scalars of step {step} did not come; {failure.describe_failed()}: {reason}"
+            f"rank {dist.get_rank()}: the scalars of step {step} did not come; {failure.describe_failed()} ({reason})"
         ) from None
     time.sleep(max(0.0, ready_at - time.perf_counter()))
     return received.tolist(), bytes_sent, time.perf_counter() - began
