@@ -127,10 +127,8 @@ def run(stages: Iterator[Stage]) -> None:
 
 
 RECENT = 8  # launch intervals that the timeout follows, so a slow compilation counts for so many rounds
-RESUME = (
-    "look at what it printed: after an error resume from the newest checkpoint, and if it ended without an error, let "
-    "every worker call finish() after its last step"
-)
+FINISH = "make the same calls on every worker, and finish() after the last step"
+RESUME = f"look at what it printed: after an error resume from the newest checkpoint, if it just ended {FINISH}"
 LEFT = "this worker has left the other workers after an exception: make a new object to train on"
 UNKNOWN = "a worker has failed or cannot be reached, it is not known which"
 
@@ -500,14 +498,9 @@ class AsyncAllReduce:
             remedy = f"if that worker is only slow, give a timeout above {self.timeout:g} s"
         members = ranks if only_group else ()
         failed = self._failures.describe_failed(members, remedy) if self._failures else f"{UNKNOWN}: {remedy}"
-        self.failed = f"rank {ranks[self.rank]}: {what} failed; {failed} ({first_sentence(reason)})"
+        reason = reason.partition(". This is")[0].splitlines()[0]
+        self.failed = f"rank {ranks[self.rank]}: {what} failed; {failed} ({reason})"
         return CollectiveError(self.failed)
-
-
-def first_sentence(reason: str) -> str:
-    """Returns the first sentence of a backend's message, without its place in the backend's source."""
-    line = reason.strip().partition("\n")[0].partition(". This is")[0]
-    return line.partition("] ")[2] or line if line.startswith("[") else line
 
 
 def _without_traceback(error: Exception) -> Exception:

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm import RESUME, UNKNOWN, AsyncAllReduce, first_sentence
+from ..comm import FINISH, RESUME, UNKNOWN, AsyncAllReduce
 from ..errors import CollectiveError, UserError
 from ..groups import of_all
 from ..hooks import HookedMethod
@@ -180,8 +180,7 @@ def describe_failed(members: Sequence[int] = (), remedy: str = RESUME) -> str:
     if _peers is None or not (ranks := _peers.find_failed(members)):
         return f"{UNKNOWN}: {remedy}"
     if ended := [rank for rank in ranks if rank in _peers.ended]:
-        named = _named(dict.fromkeys(ended, ""))
-        return f"the script of {named} has ended: make the same calls on every worker, with finish() after its last step"
+        return f"the script of {_named(dict.fromkeys(ended, ''))} has ended: {FINISH}"
     return f"no answer from {_named(_peers.ask(ranks, 'where'))}: {remedy}"
 
 
@@ -207,7 +206,8 @@ def explain(error: BaseException) -> CollectiveError | None:
     )
     if isinstance(error, CollectiveError) or not (isinstance(error, RuntimeError) and is_dist) or _peers is None:
         return None
-    return CollectiveError(f"rank {_peers.rank}: a collective failed; {describe_failed()} ({first_sentence(text)})")
+    reason = text.strip().partition("\n")[0].partition(". This is")[0]
+    return CollectiveError(f"rank {_peers.rank}: a collective failed; {describe_failed()} ({reason})")
 
 
 # -- a call that every worker must make ---------------------------------------------------------------------------

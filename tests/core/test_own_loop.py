@@ -459,7 +459,7 @@ def one_finishes(rank: int, world_size: int) -> str:
 
 def test_finish_on_rank_0_alone_names_the_worker_that_ended_without_it():
     told = run_distributed(one_finishes, 2, expect_death=(1,))[0]
-    assert "failed; the script of rank 1 has ended: make the same calls on every worker, with finish() after its" in told
+    assert "failed; the script of rank 1 has ended: make the same calls on every worker, and finish() after" in told
     assert "resume" not in told
 
 
