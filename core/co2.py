@@ -276,7 +276,7 @@ class CO2(LocalUpdateMethod):
         With delay "auto" a worker may be a fragment ahead. Its all-reduce would otherwise wait for the other workers,
         and they for that worker.
         """
-        if not self.is_cut or self.config.delay != "auto" or self.at_boundary or self.allreduce.is_elastic:
+        if not self.is_cut or self.config.delay != "auto" or not self.local_steps or self.allreduce.is_elastic:
             return  # all workers have started the same
         GUARDS.failure.come_together("state_dict", self)
         ahead = max(of_all(self.fragment_index, self.allreduce.of_workers))
