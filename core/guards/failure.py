@@ -110,14 +110,17 @@ class Peers:
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
             return dict(zip(asked, pool.map(lambda rank: self.ask_one(self.known[rank], say), asked), strict=True))
 
-    def ask_one(self, address: Address, say: str) -> str:
-        """Returns the answer, "gone", "silent", or "unknown" for an address that is of no use here."""
+    def ask_one(self, address: Address, say: str, *, waits: bool = True) -> str:
+        """Returns the answer, "gone", "silent", or "unknown" for an address that is of no use here.
+
+        `waits`: whether to wait for the answer.
+        """
         if address.host.startswith("127.") and address.machine != self.address.machine:
             return "unknown"
         try:
             with socket.create_connection((address.host, address.port), timeout=ANSWERS_WITHIN) as connection:
                 connection.sendall(f"{address.token} {say}\n".encode())
-                answer = read_line(connection, ANSWERS_WITHIN)
+                answer = read_line(connection, ANSWERS_WITHIN) if waits else ""
         except ConnectionRefusedError:
             return "gone"
         except OSError:  # also if it ended while it was asked; the next question finds it gone
@@ -191,7 +194,7 @@ def tell_end() -> None:
     until = time.monotonic() + ANSWERS_WITHIN
     for address in peers.known.values():
         if time.monotonic() < until:  # Python starts no threads any more
-            peers.ask_one(address, f"{peers.rank} ended")
+            peers.ask_one(address, f"{peers.rank} ended", waits=False)  # the peer may be ending, too
 
 
 def explain(error: BaseException) -> CollectiveError | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, CompressionConfig, UserError, load, save
-from core.baselines import OverlapLocalSGD
+from core.baselines import LocalSGD, OverlapLocalSGD
 from core.checkpoint import runs as checkpoint
 from core.errors import CollectiveError
 from core.guards import failure as peers
@@ -36,6 +36,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "as recommended": lambda params, model: CO2(params, KEEP, buffers=model.buffers()),
     "shared by all": lambda params, model: CO2(params, PAPERS, shard=True, buffers=model.buffers()),
     "overlap": lambda params, model: OverlapLocalSGD(params, TAU),
+    "local": lambda params, model: LocalSGD(params, TAU),
 }
 
 
@@ -344,7 +345,8 @@ def test_a_model_that_moves_to_another_device_is_refused():
     model = net(0)
     co2 = CO2(model.parameters(), PAPERS)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    co2.hook(UsageChecks)._devices[-1] = torch.device("cuda:0")  # as if the last one had been there
+    start = co2.hook(UsageChecks)._start
+    start[-1] = (*start[-1][:2], torch.device("cuda:0"))  # as if the last one had been there
     for p in model.parameters():
         p.data = p.data.clone()
     said = refusal(optimizer.step)
@@ -446,9 +448,10 @@ def test_workers_in_two_calls_are_both_told_which(rank: int, tmp_path: Path):
     loop.co2.leave()
 
 
-def one_finishes(rank: int, world_size: int) -> str:
-    loop = Loop(rank)
-    loop.go(4)
+def one_finishes(rank: int, world_size: int, name: str) -> str:
+    """Where rank 1's script ends, workers of Local-SGD are equal, so nothing warns of it."""
+    loop = Loop(rank, name)
+    loop.go(4 if name != "local" else TAU)
     if rank == 1:
         atexit._run_exitfuncs()  # what Python calls at the end
         os._exit(0)
@@ -457,8 +460,9 @@ def one_finishes(rank: int, world_size: int) -> str:
     return str(told.value)
 
 
-def test_finish_on_rank_0_alone_names_the_worker_that_ended_without_it():
-    told = run_distributed(one_finishes, 2, expect_death=(1,))[0]
+@pytest.mark.parametrize("name", ["the paper's", "local"])
+def test_finish_on_rank_0_alone_names_the_worker_that_ended_without_it(name: str):
+    told = run_distributed(one_finishes, 2, name, expect_death=(1,))[0]
     assert "failed; the script of rank 1 has ended: make the same calls on every worker, and finish() after" in told
     assert "resume" not in told
 
