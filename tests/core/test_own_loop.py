@@ -36,7 +36,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "as recommended": lambda params, model: CO2(params, KEEP, buffers=model.buffers()),
     "shared by all": lambda params, model: CO2(params, PAPERS, shard=True, buffers=model.buffers()),
     "overlap": lambda params, model: OverlapLocalSGD(params, TAU),
-    "local": lambda params, model: LocalSGD(params, TAU),
 }
 
 
@@ -448,10 +447,13 @@ def test_workers_in_two_calls_are_both_told_which(rank: int, tmp_path: Path):
     loop.co2.leave()
 
 
-def one_finishes(rank: int, world_size: int, name: str) -> str:
-    """Where rank 1's script ends, workers of Local-SGD are equal, so nothing warns of it."""
-    loop = Loop(rank, name)
-    loop.go(4 if name != "local" else TAU)
+def one_finishes(rank: int, world_size: int, at_boundary: bool) -> str:
+    """At a boundary, workers of Local-SGD are equal, so nothing warns of the missing finish()."""
+    loop = Loop(rank)
+    if at_boundary:
+        loop.co2.close()
+        loop.co2 = LocalSGD(loop.model.parameters(), TAU)
+    loop.go(TAU if at_boundary else 4)
     if rank == 1:
         atexit._run_exitfuncs()  # what Python calls at the end
         os._exit(0)
@@ -460,9 +462,9 @@ def one_finishes(rank: int, world_size: int, name: str) -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize("name", ["the paper's", "local"])
-def test_finish_on_rank_0_alone_names_the_worker_that_ended_without_it(name: str):
-    told = run_distributed(one_finishes, 2, name, expect_death=(1,))[0]
+@pytest.mark.parametrize("at_boundary", [False, True])
+def test_finish_on_rank_0_alone_names_the_worker_that_ended_without_it(at_boundary: bool):
+    told = run_distributed(one_finishes, 2, at_boundary, expect_death=(1,))[0]
     assert "failed; the script of rank 1 has ended: make the same calls on every worker, and finish() after" in told
     assert "resume" not in told
 
