@@ -271,6 +271,8 @@ def test_a_folder_that_not_all_workers_share_is_one_line(rank: int, tmp_path: Pa
     said = refusal(Loop(rank).save, str(tmp_path / f"node{rank}"))
     assert "rank1.pt is missing: the folder must be one that all" in said and total_world_size(said) == [said] * 2
     assert not checkpoint.finished(tmp_path / f"node{rank}")
+    said = refusal(Loop(rank).load, str(tmp_path / f"node{rank}"))
+    assert said == f"load(): {tmp_path}/node0 on rank 0 and {tmp_path}/node1 on rank 1: give all workers one folder"
 
 
 def test_a_kill_between_the_names_of_two_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
