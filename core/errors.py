@@ -131,7 +131,7 @@ def checked(call: Call) -> Call:
             raise UserError(f"{name}: {error}; its arguments are {', '.join(known)}") from None
         return function(*args, **given)
 
-    if isinstance(call, type):
-        target.__init__ = checking
-        return call
-    return checking  # pyright: ignore[reportReturnType]
+    if not isinstance(call, type):
+        return checking  # pyright: ignore[reportReturnType]
+    target.__init__ = checking
+    return target

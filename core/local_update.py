@@ -288,7 +288,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         if meets and self.at_boundary:  # first hears from this boundary's own all-reduce who takes part
             self.allreduce.drain()
             scale = self.reducer.scale if self.allreduce.in_flight else 1.0  # see _wait_allreduce
-            self._note_finish(*(scale * self.scalars.place[:2]).tolist(), self.rounds - 1)
+            finished, steps, *_ = (scale * self.scalars.place).tolist()
+            self._note_finish(finished, steps, self.rounds - 1)
         if meets and self.at_boundary:
             GUARDS.failure.come_together("sync_for_eval", self)
         equal = self._reach_common_model()
