@@ -66,7 +66,7 @@ from . import outer
 from .buckets import cut, is_dtensor, local_shard, slices, unique
 from .comm import Reducer
 from .config import CO2Config, CommonArgs, Schedule, build_args, named_rule, scheduled
-from .errors import UserError, checked
+from .errors import UserError
 from .groups import Holders, of_all
 from .hooks import GUARDS, Judge
 from .local_update import OWN_SCALARS, LocalUpdateMethod, ReduceResult
@@ -115,7 +115,6 @@ class CO2(LocalUpdateMethod):
     fragments: Sequence[Fragment] = ()
     _reached_in = -1  # the round whose boundary has merged all fragments for an evaluation
 
-    @checked
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -133,13 +132,11 @@ class CO2(LocalUpdateMethod):
         split = any(map(is_dtensor, params)) or shards is not False
         if inner is not None and dist.get_world_size(inner) == 1 and not split:
             inner = None  # a node of one rank is a worker that holds the whole model
-        if inner is None and not (shard or offload or shards):
-            GUARDS.inputs.refuse_shards(params, args.get("group"))
+        is_whole = inner is None and not (shard or offload or shards)
+        GUARDS.inputs.refuse_shards(params, args.get("group"), dtensors=is_whole)
+        if is_whole:
             c.compression.check(params, args.get("group"))
             return self._build(params, c, schedule, **build_args(c, args, schedule))
-        if not params:
-            raise UserError("got no parameters: give model.parameters() anew; each pipeline stage needs one")
-        GUARDS.inputs.refuse_fsdp(params, args.get("group"))
         held = isinstance(shards, Mapping)
         if (shard or held) and c.fragments == "auto":
             c = replace(c, fragments=1)
@@ -339,10 +336,6 @@ class CO2(LocalUpdateMethod):
             self.clock.stats = stats
             self._params_updated(at_boundary=True)
         return super()._reach_common_model()
-
-    @property
-    def begins_apart(self) -> bool:
-        return self._starts_near_anchor and (self.allreduce.in_flight or self.is_cut)
 
     # -- the outer step ----------------------------------------------------------------------------------------
 

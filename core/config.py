@@ -13,7 +13,7 @@ from torch import Tensor
 from . import outer
 from .comm import AsyncAllReduce, Link
 from .compression.config import CompressionConfig
-from .errors import UserError, checked, env_number, is_number, is_whole, require, shown, warn
+from .errors import UserError, env_number, is_number, is_whole, require, shown, warn
 from .hooks import GUARDS, Hook
 from .outer import Merge
 from .tau import AdaptiveTau, SyncSchedule, TauTuner
@@ -24,7 +24,6 @@ MERGES: tuple[Merge, ...] = get_args(Merge)
 SCHEDULED = ("tau", "outer_lr", "outer_momentum", "clip")  # settings that may change from round to round
 
 
-@checked
 @dataclass(frozen=True)
 class CO2Config:
     """The settings of CO2. The defaults equal the example that the authors released.
@@ -176,7 +175,6 @@ class CO2Config:
         return named(cls(tau=tau, **rule | settings))
 
     @classmethod
-    @checked
     def recommended(
         cls, workers: int | None = None, steps: int | None = None, *, tau: int | Literal["auto"] = "auto"
     ) -> CO2Config:
@@ -301,13 +299,8 @@ def build_args(
 ) -> dict[str, Any]:
     """Returns LocalUpdateMethod's keyword arguments for a method with these settings.
 
-    Args:
-        c: The settings.
-        args: The arguments that every method supports.
-        schedule: See CO2.
-        overlap: Whether local steps run during an all-reduce.
-        owned: Whether each worker gets only the part of an average that it owns.
-        allreduce: Makes the AsyncAllReduce of elastic workers.
+    `overlap`: whether local steps run during an all-reduce. `owned`: whether each worker gets only the part of an
+    average that it owns. `allreduce`: makes the AsyncAllReduce of elastic workers.
     """
     GUARDS.inputs.check_names(group := args.get("group"))
     workers = dist.get_world_size(group) if dist.is_initialized() else 1

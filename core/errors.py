@@ -1,18 +1,15 @@
 """The errors that users get, and checks of settings that raise them."""
 
-import difflib
-import functools
 import hashlib
-import inspect
 import logging
 import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any
 
 _installed = [sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")]
 # how names of files begin that are not the user's: files of this package and of installed ones, and code without a file
@@ -93,45 +90,3 @@ def require(settings: Any, ok: bool, name: str, remedy: str) -> None:
     """Raises UserError with a setting's value and the remedy, unless it is ok."""
     if not ok:
         raise UserError(f"{shown(name, getattr(settings, name))}: {remedy}")
-
-
-def refuse_unknown(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raises UserError for a keyword that the owner of these arguments does not know."""
-    for name in [name for name in given if name not in known]:
-        near = "".join(f" (did you mean {each}?)" for each in difflib.get_close_matches(name, known, 1))
-        what = f"it has no argument {shown(name, given[name])}{near}"
-        raise UserError(f"{owner}: {what}; its arguments are {', '.join(known)}")
-
-
-Call = TypeVar("Call", bound=Callable[..., Any])
-
-
-def checked(call: Call) -> Call:
-    """Decorates a function, a constructor or a dataclass. Arguments that do not fit it are then a UserError.
-
-    The keywords of its `**args` are those of the TypedDict in their annotation.
-    """
-    target: Any = call
-    function = target.__init__ if isinstance(call, type) else target
-    signature = inspect.signature(function)
-    *named, last = signature.parameters.values()
-    if last.kind is last.VAR_KEYWORD:
-        more = get_args(get_type_hints(function)[last.name])[0].__annotations__
-        named += [inspect.Parameter(name, last.KEYWORD_ONLY, default=None) for name in more]
-        signature = signature.replace(parameters=named)
-    known = [name for name in signature.parameters if name not in ("self", "cls")]
-
-    @functools.wraps(function)
-    def checking(*args: Any, **given: Any) -> Any:
-        name = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
-        refuse_unknown(name, given, known)
-        try:
-            signature.bind(*args, **given)
-        except TypeError as error:  # too few, or too many without a name
-            raise UserError(f"{name}: {error}; its arguments are {', '.join(known)}") from None
-        return function(*args, **given)
-
-    if not isinstance(call, type):
-        return checking  # pyright: ignore[reportReturnType]
-    target.__init__ = checking
-    return target

@@ -16,7 +16,8 @@ from ..buckets import copy, copy_where, rescale, views
 from ..co2 import CO2
 from ..compression.config import CompressionConfig
 from ..config import LARGE, CO2Config, CommonArgs, build_args, of_kind
-from ..errors import UserError, checked, is_number, is_whole, require, shown
+from ..errors import UserError, is_number, is_whole, require, shown
+from ..guards.arguments import checked
 from ..guards.inputs import refuse_shards, tensors_of
 from ..local_update import LocalUpdateMethod
 from ..outer import carried
@@ -38,6 +39,7 @@ class BaselineArgs(CommonArgs):
     compression: CompressionConfig | None
 
 
+@checked
 class Baseline(LocalUpdateMethod):
     """Base class of the methods that are no CO2.
 
@@ -53,7 +55,6 @@ class Baseline(LocalUpdateMethod):
     _settings: type = type(None)
     _keeps_anchors = _overlaps = False
 
-    @checked
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -129,6 +130,7 @@ class SlowMoConfig:
         require(self, is_number(beta) and 0 <= beta < 1, "outer_momentum", "give a number in [0, 1)")
 
 
+@checked
 class SlowMo(Blocking):
     """SlowMo (Wang et al., ICLR 2020): Local-SGD whose average takes a step with momentum.
 
@@ -142,7 +144,6 @@ class SlowMo(Blocking):
 
     name, _settings, _keeps_anchors = "SlowMo", SlowMoConfig, True
 
-    @checked
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -176,6 +177,7 @@ class DiLoCoConfig:
     """beta: the Nesterov momentum."""
 
 
+@checked
 class DiLoCo(CO2):
     """DiLoCo (Douillard et al. 2023): every tau local steps, all workers wait for an outer step with Nesterov momentum.
 
@@ -185,7 +187,6 @@ class DiLoCo(CO2):
 
     name = "DiLoCo"
 
-    @checked
     def __init__(
         self,
         params: Iterable[Tensor],

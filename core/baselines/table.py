@@ -17,7 +17,8 @@ from ..buckets import is_dtensor
 from ..co2 import CO2
 from ..comm import Link
 from ..config import CO2Config, CompressionConfig, Schedule, named, of_kind
-from ..errors import UserError, refuse_unknown
+from ..errors import UserError
+from ..guards.arguments import refuse_unknown
 from ..guards.extra import Given
 from ..guards.inputs import check_mesh, check_share
 from ..hooks import Hook

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..buckets import Scalars
 from ..comm import Reducer
-from ..errors import UserError, checked
+from ..errors import UserError
 from ..groups import backend_for
 from .formats import BLOCK, BLOCK_BYTES, UNIFORM_FORMATS, NarrowFormat, UniformFormat
 from .lgreco.choices import LGrecoConfig, parse
@@ -20,7 +20,6 @@ Format = UniformFormat | Literal["lgreco", "auto"]
 FORMATS: tuple[str, ...] = (*UNIFORM_FORMATS, "lgreco", "auto")
 
 
-@checked
 @dataclass(frozen=True)
 class CompressionConfig:
     """How averages are compressed for the network."""

@@ -28,6 +28,7 @@ from ..comm import Link
 from ..compression.formats import UNIFORM_FORMATS
 from ..config import CO2Config, CommonArgs, CompressionConfig, Schedule, build_args
 from ..errors import UserError
+from ..guards.arguments import checked
 from ..guards.inputs import tensors_of
 from ..hooks import Hook
 from ..local_update import ReduceResult
@@ -46,6 +47,7 @@ def check_elastic(config: Any) -> None:
         )
 
 
+@checked
 class ElasticCO2(CO2):
     """CO2 whose workers come and go, see elastic_co2."""
 

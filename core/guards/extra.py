@@ -14,7 +14,7 @@ from ..comm import run, sum_flats
 from ..errors import UserError, warn
 from ..groups import compare, of_all
 from ..hooks import Hook, HookedMethod
-from .inputs import check_order, overlapping, tensors_of
+from .inputs import check_dense, check_order, overlapping, tensors_of
 from .usage import writes
 
 Tensors = Iterable[Tensor] | nn.Module
@@ -178,12 +178,5 @@ def averaged_tensors(given: Given) -> list[Tensor]:
     if isinstance(given, nn.Module):
         given = itertools.chain(given.parameters(), given.buffers())
     tensors = tensors_of(given, "average")
-    for t in tensors:
-        what = f"average: a tensor of shape {tuple(t.shape)}"
-        if t.is_complex():
-            raise UserError(f"{what} is complex: give torch.view_as_real(tensor)")
-        if t.layout != torch.strided:
-            raise UserError(f"{what} has layout {t.layout}: only dense tensors can be averaged")
-        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-            raise UserError(f"{what} is expanded, so several elements share memory: give its clone()")
+    check_dense(tensors, "average: a tensor")
     return unique([t for t in tensors if t.is_floating_point()])

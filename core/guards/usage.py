@@ -23,7 +23,7 @@ from ..errors import UserError, warn
 from ..hooks import Hook, HookedMethod
 from ..outer import norm
 from . import failure
-from .inputs import FSDP, _imported, _instances, _ranks, refuse_fsdp
+from .inputs import FSDP, _imported, _instances, _ranks, refuse_shards
 from .workers import forget
 
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
@@ -182,7 +182,7 @@ class UsageChecks(Hook):
         """Searches for modules once, and reports parameters that no method averages."""
         m = self.method
         if not self._rounds:
-            refuse_fsdp(m.trained, m.allreduce.group)  # a module may have been wrapped after the method was made
+            refuse_shards(m.trained, m.allreduce.group, dtensors=False)  # of modules that were wrapped later
             buffers = [b for bucket in m.buckets for b in bucket.given]
             _warn_of_synchronous([*m.trained, *self._model_params], buffers, m.allreduce.group)
         self._rounds += 1

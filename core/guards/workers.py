@@ -82,7 +82,6 @@ class OutlierFilter(Judge):
     Attributes:
         verdict: VALID, NOT_FINITE or JUMPED, of this worker's last update, 0-d float64.
         size: Norm of this worker's last update, 0-d float64.
-        excludes_this: Whether the last received verdicts exclude this worker.
         state: [3] float64: the running average, valid rounds so far, and the size of the last jump. Several fragments
             have a row each.
     """
@@ -113,9 +112,11 @@ class OutlierFilter(Judge):
         return self.judge(norm(m.sent_payloads).double(), None if m.fragment_index else self.bad_buffer())
 
     def bad_buffer(self) -> Tensor:
+        """Returns the number, from 1, of the first buffer with a non-finite value that is new, 0-d; 0 for none."""
         return first_nonfinite(self.method.buckets)
 
     def bad_params(self) -> Tensor:
+        """Returns whether a parameter on this rank has a non-finite value, 0-d bool."""
         return ~all_finite(p for b in self.method.buckets for p in b.params)
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
@@ -151,6 +152,15 @@ class OutlierFilter(Judge):
 
     @torch.no_grad()
     def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
+        """Finds the verdict on this worker's update, and writes it to the scalars.
+
+        Args:
+            size: Norm of the update, 0-d: not finite if any number of it is not.
+            bad_buffer: See bad_buffer(). The buffers travel with the first fragment.
+
+        Returns:
+            0-d bool: whether to exclude this worker.
+        """
         method = self.method
         size = size.to(self.state)
         number = torch.zeros_like(size) if bad_buffer is None else bad_buffer.to(size)

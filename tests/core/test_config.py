@@ -191,7 +191,7 @@ REFUSED: list[Any] = [
     ),
     (lambda: CO2([]), "got no parameters", "an exhausted generator or an empty list"),
     (lambda: CO2(iter(()), shard=True), "got no parameters", "each pipeline stage needs one"),
-    (lambda: CO2(params(), model_params=iter(())), "model_params: got no parameters", "give model.parameters() anew"),
+    (lambda: CO2(params(), model_params=iter(())), "got no model_params (", "give model.parameters() anew"),
     (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
     (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
     (lambda: LocalSGD(params(), tau=0), "tau=0: give a whole number of local steps, 1 or more"),

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from ...buckets import Scalars
 from ...comm import Stage, all_gather, sum_flats
-from ...errors import UserError, checked, is_whole
+from ...errors import UserError, is_whole
 from .. import quantized
 from ..formats import BITS, BLOCK, BLOCK_BYTES, encode
 from ..quantized import chunk_of, moved
@@ -24,7 +24,6 @@ from ..quantized import chunk_of, moved
 Rule = Literal["lgreco", "uniform"]
 
 
-@checked
 @dataclass(frozen=True)
 class LGrecoConfig:
     """Settings of L-GreCo. The defaults equal the released code, which counts `every` and `first` in steps."""
