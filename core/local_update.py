@@ -157,7 +157,6 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
     sync_schedule: SyncSchedule
     _needs_global_norms = False  # whether the method needs norms of all parameters, which DTensors do not give
     _is_last = False  # whether every worker has started fragment 0's last all-reduce from finish()
-    _leaves_at = math.inf  # the boundary, by `rounds`, from which on a worker is in finish()
 
     def __init__(
         self,
@@ -285,7 +284,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
 
     def sync_for_eval(self) -> bool:
         meets = self.is_cut or self.node.size > 1 or self._calls("on_common_model")
-        if meets and self.at_boundary:  # first hears from this boundary's own all-reduce who takes part
+        if meets and self.at_boundary:  # this boundary's own all-reduce tells who takes part
             self.allreduce.drain()
             scale = self.reducer.scale if self.allreduce.in_flight else 1.0  # see _wait_allreduce
             finished, steps, *_ = (scale * self.scalars.place).tolist()
