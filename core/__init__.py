@@ -10,8 +10,14 @@ from .co2 import CO2
 from .compression.lgreco.choices import LGrecoConfig
 from .config import CO2Config, CompressionConfig
 from .errors import CollectiveError, DivergedError, UserError
+from .guards.arguments import checked
 from .nodes import node_mesh
 from .stats import RoundStats
+
+checked(CO2Config, "recommended")
+checked(CO2)
+checked(CompressionConfig)
+checked(LGrecoConfig)
 
 __all__ = [
     "CO2",

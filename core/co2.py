@@ -132,13 +132,11 @@ class CO2(LocalUpdateMethod):
         split = any(map(is_dtensor, params)) or shards is not False
         if inner is not None and dist.get_world_size(inner) == 1 and not split:
             inner = None  # a node of one rank is a worker that holds the whole model
-        if inner is None and not (shard or offload or shards):
-            GUARDS.inputs.refuse_shards(params, args.get("group"))
+        is_whole = inner is None and not (shard or offload or shards)
+        GUARDS.inputs.refuse_shards(params, args.get("group"), dtensors=is_whole)
+        if is_whole:
             c.compression.check(params, args.get("group"))
             return self._build(params, c, schedule, **build_args(c, args, schedule))
-        if not params:
-            raise UserError("got no parameters: give model.parameters() anew; each pipeline stage needs one")
-        GUARDS.inputs.refuse_fsdp(params, args.get("group"))
         held = isinstance(shards, Mapping)
         if (shard or held) and c.fragments == "auto":
             c = replace(c, fragments=1)
@@ -276,7 +274,7 @@ class CO2(LocalUpdateMethod):
         With delay "auto" a worker may be a fragment ahead. Its all-reduce would otherwise wait for the other workers,
         and they for that worker.
         """
-        if not self.is_cut or self.config.delay != "auto" or self.at_boundary or self.allreduce.is_elastic:
+        if not self.is_cut or self.config.delay != "auto" or not self.local_steps or self.allreduce.is_elastic:
             return  # all workers have started the same
         GUARDS.failure.come_together("state_dict", self)
         ahead = max(of_all(self.fragment_index, self.allreduce.of_workers))
@@ -339,10 +337,6 @@ class CO2(LocalUpdateMethod):
             self.clock.stats = stats
             self._params_updated(at_boundary=True)
         return super()._reach_common_model()
-
-    @property
-    def begins_apart(self) -> bool:
-        return self._starts_near_anchor and (self.allreduce.in_flight or self.is_cut)
 
     # -- the outer step ----------------------------------------------------------------------------------------
 

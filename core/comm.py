@@ -53,7 +53,7 @@ class Failures(Protocol):
 
     def register(self, group: dist.ProcessGroup) -> None: ...  # learns the group's members
     def come_together(self, kind: str, method: Any) -> None: ...  # waits until all workers make this call
-    def describe_failed(self, members: Sequence[int]) -> str: ...  # names the failed ranks among them
+    def describe_failed(self, members: Sequence[int], remedy: str) -> str: ...  # names the failed ranks among them
 
 
 Stage = tuple[Sequence[Pending], int]  # pending collectives, and the bytes that this worker sends for them
@@ -117,7 +117,8 @@ def run(stages: Iterator[Stage]) -> None:
 
 
 RECENT = 8  # launch intervals that the timeout follows, so a slow compilation counts for so many rounds
-RESUME = "look at what it printed, and resume from the newest checkpoint"
+FINISH = "make the same calls on every worker, and finish() after the last step"
+RESUME = f"look at what it printed: after an error resume from the newest checkpoint, if it just ended {FINISH}"
 LEFT = "this worker has left the other workers after an exception: make a new object to train on"
 UNKNOWN = "a worker has failed or cannot be reached, it is not known which"
 
@@ -479,8 +480,8 @@ class AsyncAllReduce:
         """Returns an error that names the failed ranks, and leaves the group so that waiting peers fail, too.
 
         gloo reports a dead worker only to its neighbors. The other workers notice when the neighbors close their
-        connections. Connections close once nothing refers to the work any more. The message contains the backend's
-        `reason`, and `what` has failed if not the all-reduce.
+        connections. Connections close once nothing refers to the work any more. The message ends with the backend's
+        `reason`. `what` has failed, if not the all-reduce.
         """
         self.in_flight = False
         assert self.group is not None
@@ -491,14 +492,14 @@ class AsyncAllReduce:
         dist.destroy_process_group(group)
         del group
         # With a node's group, not all ranks take part in both groups.
-        failed = self._failures.describe_failed(ranks if only_group else ()) if self._failures else UNKNOWN
-        what = what or self.label or f"the all-reduce of round {self.launched - 1}"
+        what, remedy = what or self.label or f"the all-reduce of round {self.launched - 1}", RESUME
         waited, limit = time.perf_counter() - self._launched_at, self.timeout + max(self._intervals)
-        when, remedy = f"timeout {self.timeout:g} s", "if that worker is only slow, give a larger timeout"
-        if waited < limit and "imed out" not in reason:
-            when, remedy = f"before {self.timeout:g} s: a worker has died, or ended, or called something else", RESUME
+        if waited >= limit or "imed out" in reason:
+            remedy = f"if that worker is only slow, give a timeout above {self.timeout:g} s"
+        members = ranks if only_group else ()
+        failed = self._failures.describe_failed(members, remedy) if self._failures else f"{UNKNOWN}: {remedy}"
         reason = reason.partition(". This is")[0].splitlines()[0]
-        self.failed = f"rank {ranks[self.rank]}: {what} failed; {failed} ({when}): {reason}; {remedy}"
+        self.failed = f"rank {ranks[self.rank]}: {what} failed; {failed} ({reason})"
         return CollectiveError(self.failed)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import outer
 from .comm import AsyncAllReduce, Link
 from .compression.config import CompressionConfig
-from .errors import UserError, env_number, is_number, is_whole, require, warn
+from .errors import UserError, env_number, is_number, is_whole, require, shown, warn
 from .hooks import GUARDS, Hook
 from .outer import Merge
 from .tau import AdaptiveTau, SyncSchedule, TauTuner
@@ -194,7 +194,7 @@ class CO2Config:
         """
         for name, given in (("workers", workers), ("steps", steps)):
             if given is not None and not is_whole(given):
-                raise UserError(f"{name}={given!r}: give their number, 1 or more")
+                raise UserError(f"{shown(name, given)}: give a whole number, 1 or more")
         if steps is not None and isinstance(tau, int) and tau > steps:
             raise UserError(f"tau={tau} with steps={steps}: no round would end in the run; give a smaller tau")
         tau_max = 192 if steps is None else min(192, max(1, steps // 20))  # at least twenty rounds
@@ -259,7 +259,7 @@ def of_kind(given: Any, kind: type[Config], name: str) -> Config:
         UserError: For an object of another class.
     """
     if given is not None and not isinstance(given, kind):
-        raise UserError(f"{name}={given!r}: give an object of {kind.__name__}, or leave it out")
+        raise UserError(f"{shown(name, given)}: give an object of {kind.__name__}, or leave it out")
     return given if given is not None else kind()
 
 
@@ -298,17 +298,9 @@ def build_args(
 ) -> dict[str, Any]:
     """Returns LocalUpdateMethod's keyword arguments for a method with these settings.
 
-    Args:
-        c: The settings.
-        args: The arguments that every method supports.
-        schedule: See CO2.
-        overlap: Whether local steps run during an all-reduce.
-        owned: Whether each worker gets only the part of an average that it owns.
-        allreduce: Makes the AsyncAllReduce of elastic workers.
+    `overlap`: whether local steps run during an all-reduce. `owned`: whether each worker gets only the part of an
+    average that it owns. `allreduce`: makes the AsyncAllReduce of elastic workers.
     """
-    if unknown := args.keys() - CommonArgs.__annotations__:
-        known = ", ".join(CommonArgs.__annotations__)
-        raise TypeError(f"unexpected keyword argument {min(unknown)!r}: the options are {known}")
     GUARDS.inputs.check_names(group := args.get("group"))
     workers = dist.get_world_size(group) if dist.is_initialized() else 1
     if allreduce is not None:  # elastic workers have not met, and come and go

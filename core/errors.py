@@ -80,7 +80,13 @@ def env_number(
     return int(given)
 
 
+def shown(name: str, value: Any) -> str:
+    """Returns an argument for a message: with its value, or with the class of an object, whose text may be long."""
+    plain = value is None or isinstance(value, str | int | float | tuple)
+    return f"{name}={value!r}" if plain else f"{name}=<{type(value).__name__}>"
+
+
 def require(settings: Any, ok: bool, name: str, remedy: str) -> None:
     """Raises UserError with a setting's value and the remedy, unless it is ok."""
     if not ok:
-        raise UserError(f"{name}={getattr(settings, name)!r}: {remedy}")
+        raise UserError(f"{shown(name, getattr(settings, name))}: {remedy}")

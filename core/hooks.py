@@ -75,7 +75,7 @@ class HookedMethod:
     @property
     def begins_apart(self) -> bool:
         """Whether this worker may begin a round away from `anchors`."""
-        return self._starts_near_anchor
+        return self._starts_near_anchor and (self.allreduce.in_flight or self.is_cut)
 
     @property
     def tau(self) -> int:
@@ -203,31 +203,13 @@ class Hook:
 class Judge(Hook):
     """A hook that judges updates. A node's background and the start of a fragment's all-reduce call it, too.
 
-    Attributes:
-        excludes_this: Whether the verdicts that were received last exclude this worker.
+    guards.workers.OutlierFilter describes its methods.
     """
 
-    excludes_this = False
-
-    def bad_buffer(self) -> Tensor:
-        """Returns the number, from 1, of the first buffer with a non-finite value that is new, 0-d; 0 for none."""
-        raise NotImplementedError
-
-    def bad_params(self) -> Tensor:
-        """Returns whether a parameter on this rank has a non-finite value, 0-d bool."""
-        raise NotImplementedError
-
-    def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
-        """Finds the verdict on this worker's update, and writes it to the scalars.
-
-        Args:
-            size: Norm of the update, 0-d: not finite if any number of it is not.
-            bad_buffer: See bad_buffer(). The buffers travel with the first fragment.
-
-        Returns:
-            0-d bool: whether to exclude this worker.
-        """
-        raise NotImplementedError
+    excludes_this = False  # whether the verdicts that were received last exclude this worker
+    bad_buffer: Callable[[], Tensor]
+    bad_params: Callable[[], Tensor]
+    judge: Callable[..., Tensor]
 
 
 Group = dist.ProcessGroup | None
@@ -244,8 +226,7 @@ class Inputs(Protocol):
     def check_share(self, c: Any, *, shard: bool, split: bool, held: bool) -> None: ...
     def check_state(self, method: HookedMethod, state: Mapping[str, Any]) -> None: ...
     def groups_of(self, mesh: DeviceMesh | None, group: Group) -> tuple[Group, Group]: ...
-    def refuse_shards(self, params: Sequence[Tensor], group: Group) -> None: ...
-    def refuse_fsdp(self, params: Sequence[Tensor], group: Group) -> None: ...
+    def refuse_shards(self, params: Sequence[Tensor], group: Group, *, dtensors: bool) -> None: ...
 
 
 class Guards:
@@ -302,13 +283,9 @@ class Requests(Hook):
         self.receive([sums[name][0] for name in self.scalars])
 
     def on_round_end(self) -> None:
-        self.grant()
+        self.granted, self._received = (self.granted & self._lasting) | self._received, set()
 
     # -- for methods without all-reduces of their own ----------------------------------------------------------
-
-    def grant(self) -> None:
-        """Grants the requests that were received."""
-        self.granted, self._received = (self.granted & self._lasting) | self._received, set()
 
     def take(self) -> list[float]:
         """Returns this worker's requests, one number per name, to be summed over the workers."""

@@ -8,6 +8,7 @@ buffers and calls the hooks.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,10 +67,10 @@ class Loop:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether a round has just closed on this worker, or none has begun.
+        """Whether a round has just closed on this worker, or none has begun, and all workers take part.
 
         It is the same on all workers after the same number of steps. At a boundary they may evaluate, save and stop
-        together.
+        together. Once an average tells that a worker with fewer batches is in finish(), it is False on all others.
         """
         return True
 
@@ -80,7 +81,7 @@ class Loop:
 
         Returns:
             True if all workers hold the same model now. The tensors of average= are then averaged, too. False in
-            mid-round, or if each worker holds its own model, whose loss is higher.
+            mid-round, while a worker is in finish(), or if each worker holds its own model, whose loss is higher.
         """
         return True
 
@@ -277,21 +278,37 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         while not self._ended:
             self._ended = self._boundary(finished=True)
         self._send_late_buffers()
-        self._ended = None
+        self._ended, self._leaves_at = None, math.inf
+        self._finished.zero_()
         self._readback = AsyncReadback()  # discards the numbers of the last round
         self._at_common_model(True)
 
     @property
     def at_boundary(self) -> bool:
-        return not self.local_steps
+        return not self.local_steps and self.rounds < self._leaves_at
 
     def sync_for_eval(self) -> bool:
-        if self.at_boundary and (self.is_cut or self.node.size > 1 or self._calls("on_common_model")):
+        meets = self.is_cut or self.node.size > 1 or self._calls("on_common_model")
+        if meets and self.at_boundary:  # this boundary's own all-reduce tells who takes part
+            self.allreduce.drain()
+            scale = self.reducer.scale if self.allreduce.in_flight else 1.0  # see _wait_allreduce
+            finished, steps, *_ = (scale * self.scalars.place).tolist()
+            self._note_finish(finished, steps, self.rounds - 1)
+        if meets and self.at_boundary:
             GUARDS.failure.come_together("sync_for_eval", self)
         equal = self._reach_common_model()
         if self.at_boundary:
             self._at_common_model(equal)
         return equal
+
+    def _note_finish(self, finished: float, steps: float, number: int) -> None:
+        """Notes from which boundary on a worker is in finish(), by the averages of round `number`'s scalars.
+
+        A worker with a whole round is still at the boundary that follows, where it has called step(last=True).
+        """
+        if finished > 0:
+            is_whole = steps > self.local_steps_sent - 0.5 / self.total_world_size
+            self._leaves_at = min(self._leaves_at, number + 1 + is_whole)
 
     def _reach_common_model(self) -> bool:
         """Returns whether all workers hold the same model now. At a boundary a method may wait for it."""
@@ -538,6 +555,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         numbers = self.scalars.place * processes
         if arrived := self._readback.exchange(numbers.cpu() if allreduce.is_elastic else numbers, info):
             sums = self.scalars.named(arrived[0])
+            self._note_finish(sums["finished"][0], sums["steps"][0] / arrived[1].total_world_size, arrived[1].round)
             if CHANGED in sums:
                 self._note_changes(sums)
             for on_reduced_scalars in self._on_reduced_scalars:

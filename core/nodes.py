@@ -29,7 +29,7 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
     Raises:
         UserError: If nodes have different numbers of workers.
     """
-    if not isinstance(device_type, str) or not (per_node is None or isinstance(per_node, int)):
+    if device_type not in ("cuda", "cpu") or not (per_node is None or isinstance(per_node, int)):
         raise UserError(
             f"node_mesh({device_type!r}, {per_node!r}): give cuda or cpu, then the number of ranks of a node"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -78,6 +79,7 @@ def on_host(state: Any) -> Any:
 class SavedMethod(HookedMethod):
     """The part of a LocalUpdateMethod that saves and restores its state."""
 
+    _leaves_at = math.inf  # the boundary, by `rounds`, from which on a worker is in finish()
     _unsaved: Collection[str] = ()  # names in `state` that no later outer step reads: zeros after a resume
     _own_buffers: list[tuple[Bucket, list[Tensor]]]
     _changing: set[int] | None
@@ -134,7 +136,7 @@ class SavedMethod(HookedMethod):
 
     def _attach_again(self) -> None:
         """Resets the hooks."""
-        self.broadcasts_state = False
+        self.broadcasts_state, self._leaves_at = False, math.inf
         for hook in self.hooks:
             hook.attach(self)
 

@@ -286,7 +286,7 @@ class DDP(Loop):
         if self.rounds % ASK_EVERY == 0:
             self._receive()
             self._send()
-        self._requests.grant()
+        self._requests.on_round_end()
         self.stats = stats = RoundStats(self.rounds, local_steps=1, bytes_sent=self._bytes)
         if spans := self._spans:
             times = [s for s in spans if isinstance(s[0], float)]  # on a GPU the gaps between spans count, too

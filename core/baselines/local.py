@@ -16,7 +16,8 @@ from ..buckets import copy, copy_where, rescale, views
 from ..co2 import CO2
 from ..compression.config import CompressionConfig
 from ..config import LARGE, CO2Config, CommonArgs, build_args, of_kind
-from ..errors import UserError, is_number, require
+from ..errors import UserError, is_number, is_whole, require, shown
+from ..guards.arguments import checked
 from ..guards.inputs import refuse_shards, tensors_of
 from ..local_update import LocalUpdateMethod
 from ..outer import carried
@@ -26,11 +27,19 @@ TAU_AUTO = "tau='auto' is CO2's own choice, from measured times: give another me
 
 def shared_settings(tau: int, compression: CompressionConfig | None, **more: Any) -> CO2Config:
     """Returns the settings that a method shares with CO2. UserError for tau auto, which is CO2's own choice."""
-    if tau == "auto":
-        raise UserError(TAU_AUTO)
+    if not is_whole(tau):
+        auto = isinstance(tau, str) and tau == "auto"
+        raise UserError(TAU_AUTO if auto else f"{shown('tau', tau)}: give a whole number of local steps, 1 or more")
     return CO2Config(tau=tau, compression=compression or CompressionConfig(), **more)
 
 
+class BaselineArgs(CommonArgs):
+    """Arguments that every baseline supports. compression: see Baseline."""
+
+    compression: CompressionConfig | None
+
+
+@checked
 class Baseline(LocalUpdateMethod):
     """Base class of the methods that are no CO2.
 
@@ -104,6 +113,7 @@ class LocalSGD(Blocking):
             copy(bucket.params, views(average, bucket.params))
 
 
+@checked
 @dataclass(frozen=True)
 class SlowMoConfig:
     """SlowMo's settings (Wang et al., ICLR 2020). Its period is CO2's tau."""
@@ -120,6 +130,7 @@ class SlowMoConfig:
         require(self, is_number(beta) and 0 <= beta < 1, "outer_momentum", "give a number in [0, 1)")
 
 
+@checked
 class SlowMo(Blocking):
     """SlowMo (Wang et al., ICLR 2020): Local-SGD whose average takes a step with momentum.
 
@@ -140,7 +151,7 @@ class SlowMo(Blocking):
         config: SlowMoConfig | None = None,
         *,
         lr: Callable[[], float] | None = None,
-        **args: Any,
+        **args: Unpack[BaselineArgs],
     ):
         super().__init__(params, tau, config, **args)
         self._lr = lr or (lambda: 1.0)
@@ -155,6 +166,7 @@ class SlowMo(Blocking):
             copy(bucket.params, views(x, bucket.params))
 
 
+@checked
 @dataclass(frozen=True)
 class DiLoCoConfig:
     """DiLoCo's settings (Douillard et al. 2023). Its period is CO2's tau."""
@@ -165,6 +177,7 @@ class DiLoCoConfig:
     """beta: the Nesterov momentum."""
 
 
+@checked
 class DiLoCo(CO2):
     """DiLoCo (Douillard et al. 2023): every tau local steps, all workers wait for an outer step with Nesterov momentum.
 
@@ -190,6 +203,7 @@ class DiLoCo(CO2):
         super().__init__(params, c, **args)
 
 
+@checked
 @dataclass(frozen=True)
 class OverlapLocalConfig:
     """Overlap-Local-SGD's settings (Wang, Liang and Joshi, ICASSP 2020). Its period is CO2's tau."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from ..co2 import CO2
 from ..comm import Link
 from ..config import CO2Config, CompressionConfig, Schedule, named, of_kind
 from ..errors import UserError
+from ..guards.arguments import refuse_unknown
 from ..guards.extra import Given
 from ..guards.inputs import check_mesh, check_share
 from ..hooks import Hook
@@ -189,9 +191,9 @@ def check_settings(
     spec, remedy, default_co2 = spec_of(name), "leave it out", CO2Config()
     own = spec.settings.config() if spec.settings else None
     owners = {other.settings.key: other for other in REGISTRY.values() if other.settings}
+    common = [*inspect.signature(make_method).parameters][:-1]
+    refuse_unknown("make_method", settings, [*common, *owners, *(OF_TORCH if name == "ddp" else ())])
     for key, value in settings.items():
-        if key not in owners:
-            raise TypeError(f"make_method() got an unexpected keyword argument {key!r}")
         owner, default = owners[key], owners[key].settings.config()  # pyright: ignore[reportOptionalMemberAccess]
         value = of_kind(value, type(default), key)
         if owner is spec:

@@ -625,6 +625,10 @@ def load(
     _begin("load", folder, model, optimizer, co2)
     rank = own_rank()
     here = {} if others is None else others
+    folders = of_all(str(_key(folder)))
+    for other, theirs in enumerate(folders):
+        if theirs != folders[0]:
+            raise UserError(f"load(): {folders[0]} on rank 0 and {theirs} on rank {other}: give all workers one folder")
     found = load_newest(folder := Path(folder).expanduser(), rank=rank, needs=NEEDS)
     if found is None:
         if rank == 0:

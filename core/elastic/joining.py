@@ -27,6 +27,7 @@ from ..buckets import copy_where
 from ..co2 import CO2
 from ..comm import Link
 from ..config import CO2Config, CommonArgs, CompressionConfig, Schedule, build_args
+from ..guards.arguments import checked
 from ..guards.inputs import tensors_of
 from ..hooks import Hook
 from ..local_update import ReduceResult
@@ -34,6 +35,7 @@ from .allreduce import CopyReducer, ElasticAllReduce, Script
 from .members import Members, Report, WorkersChanged
 
 
+@checked
 class ElasticCO2(CO2):
     """CO2 whose workers come and go, see elastic_co2."""
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, shown
 from ..hooks import GUARDS, Hook
 from . import failure, inputs, uncaught  # noqa: F401 - uncaught prints mistakes that nobody catches
 from .extra import ExtraAverage, MasterWeightSync
-from .inputs import NOTHING, tensors_of
+from .inputs import tensors_of
 from .usage import UsageChecks
 from .workers import NodeCheck, OutlierFilter, ReplicaChecksum
 
@@ -20,11 +20,10 @@ def make_hooks(outlier: float | None, choosing: Sequence[Hook], args: Mapping[st
         choosing: The hook that chooses tau, if any.
         args: See CommonArgs.
     """
-    masters, average = tensors_of(args.get("model_params", ()), "parameters"), args.get("average")
+    average = args.get("average")
+    masters = tensors_of(args["model_params"], "model_params") if "model_params" in args else []
     if not isinstance(more := args.get("hooks", ()), Sequence):
-        raise UserError(f"hooks={more!r}: give a list of them")
-    if "model_params" in args and not masters:
-        raise UserError(f"model_params: {NOTHING}")
+        raise UserError(f"{shown('hooks', more)}: give a list of them")
     hooks: list[Hook] = [OutlierFilter(outlier), *choosing, ReplicaChecksum(), *more]
     hooks += [MasterWeightSync(masters)] if masters else []
     if average is not None and not (isinstance(average, list | tuple) and not average):

@@ -6,15 +6,14 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buckets import copy, is_dtensor, local_shard, unique, views
 from ..comm import run, sum_flats
 from ..errors import UserError, warn
-from ..groups import compare, of_all
+from ..groups import compare
 from ..hooks import Hook, HookedMethod
-from .inputs import check_order, overlapping, tensors_of
+from .inputs import check_dense, overlapping, tensors_of
 from .usage import writes
 
 Tensors = Iterable[Tensor] | nn.Module
@@ -100,15 +99,11 @@ class ExtraAverage(Hook):
                 problem = f"average: the function failed with {type(error).__name__}: {error}"
         group, node = self.method.allreduce.group, self.method.node
         assert group is not None
-        ranks, reports = dist.get_process_group_ranks(group), of_all(problem, group)
-        others = [f"rank {rank}: {theirs}" for rank, theirs in zip(ranks, reports, strict=True) if theirs]
         try:
-            check_order(found, group)
-            compare((), [local_shard(t) for t in found], group)
+            compare((problem or "tensors for average=",), [local_shard(t) for t in found], group)
         except UserError as error:
             remedy = "an optimizer makes its tensors in its first step, so every worker must take one"
-            others.append(f"average: {error}; {remedy}")
-        problem = problem or next(iter(others), "")
+            problem = problem or f"average: {error}; {remedy}"
         failed = torch.tensor(float(bool(problem)), device=self.method.allreduce.device)
         run(node.sum([failed]))  # the results of the other workers of a node
         if failed:
@@ -178,12 +173,5 @@ def averaged_tensors(given: Given) -> list[Tensor]:
     if isinstance(given, nn.Module):
         given = itertools.chain(given.parameters(), given.buffers())
     tensors = tensors_of(given, "average")
-    for t in tensors:
-        what = f"average: a tensor of shape {tuple(t.shape)}"
-        if t.is_complex():
-            raise UserError(f"{what} is complex: give torch.view_as_real(tensor)")
-        if t.layout != torch.strided:
-            raise UserError(f"{what} has layout {t.layout}: only dense tensors can be averaged")
-        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-            raise UserError(f"{what} is expanded, so several elements share memory: give its clone()")
+    check_dense(tensors, "average: a tensor")
     return unique([t for t in tensors if t.is_floating_point()])

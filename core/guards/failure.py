@@ -9,7 +9,7 @@ mean:
 - An answer, but no failure, although all other members have left the group: its main thread hangs. It is named if the
   members of the group are known (see AsyncAllReduce).
 - A worker that asks has itself failed, and may end soon. Workers that it has asked do not name it.
-- A worker whose script ends without finish() says so before, and is named with that.
+- A worker whose script ends before close(), without an uncaught exception, says so before, and is named with that.
 
 If no other machine can be reached, this machine may be at fault, and nobody is named.
 """
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm import RESUME, UNKNOWN, AsyncAllReduce
+from ..comm import FINISH, RESUME, UNKNOWN, AsyncAllReduce
 from ..errors import CollectiveError, UserError
 from ..groups import of_all
 from ..hooks import HookedMethod
@@ -61,7 +61,7 @@ class Peers:
         self.rank = 0
         self._has_failed = False
         self._failed_peers: set[int] = set()  # ranks that have asked because they have failed
-        self.ended: set[int] = set()  # ranks whose scripts have ended without finish()
+        self.ended: set[int] = set()  # ranks whose scripts have ended, and which have not called close()
         self._found: list[int] | None = None
         os.register_at_fork(after_in_child=self._server.close)  # a data loader's process must not keep the port open
         threading.Thread(target=self._answer, daemon=True).start()
@@ -110,14 +110,17 @@ class Peers:
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
             return dict(zip(asked, pool.map(lambda rank: self.ask_one(self.known[rank], say), asked), strict=True))
 
-    def ask_one(self, address: Address, say: str) -> str:
-        """Returns the answer, "gone", "silent", or "unknown" for an address that is of no use here."""
+    def ask_one(self, address: Address, say: str, *, waits: bool = True) -> str:
+        """Returns the answer, "gone", "silent", or "unknown" for an address that is of no use here.
+
+        `waits`: whether to wait for the answer.
+        """
         if address.host.startswith("127.") and address.machine != self.address.machine:
             return "unknown"
         try:
             with socket.create_connection((address.host, address.port), timeout=ANSWERS_WITHIN) as connection:
                 connection.sendall(f"{address.token} {say}\n".encode())
-                answer = read_line(connection, ANSWERS_WITHIN)
+                answer = read_line(connection, ANSWERS_WITHIN) if waits else ""
         except ConnectionRefusedError:
             return "gone"
         except OSError:  # also if it ended while it was asked; the next question finds it gone
@@ -175,23 +178,23 @@ def register(group: dist.ProcessGroup | None = None) -> None:
     _peers.register(group)
 
 
-def describe_failed(members: Sequence[int] = ()) -> str:
-    """Describes for a message which ranks have failed. members: see Peers.find_failed."""
+def describe_failed(members: Sequence[int] = (), remedy: str = RESUME) -> str:
+    """Describes for a message which ranks have failed, and what to do. members: see Peers.find_failed."""
     if _peers is None or not (ranks := _peers.find_failed(members)):
-        return UNKNOWN
+        return f"{UNKNOWN}: {remedy}"
     if ended := [rank for rank in ranks if rank in _peers.ended]:
-        return f"{_named(dict.fromkeys(ended, ''))} has ended without finish(), which every worker must call"
-    return f"no answer from {_named(_peers.ask(ranks, 'where'))}"
+        return f"the script of {_named(dict.fromkeys(ended, ''))} has ended: {FINISH}"
+    return f"no answer from {_named(_peers.ask(ranks, 'where'))}: {remedy}"
 
 
 def tell_end() -> None:
-    """Lets the peers know, at the end of this process, that it has not called finish(), in which they may wait."""
+    """Lets the peers know, at the end of this process, that they may wait for it in vain."""
     if (peers := _peers) is None:
         return
     until = time.monotonic() + ANSWERS_WITHIN
     for address in peers.known.values():
         if time.monotonic() < until:  # Python starts no threads any more
-            peers.ask_one(address, f"{peers.rank} ended")
+            peers.ask_one(address, f"{peers.rank} ended", waits=False)  # the peer may be ending, too
 
 
 def explain(error: BaseException) -> CollectiveError | None:
@@ -207,7 +210,7 @@ def explain(error: BaseException) -> CollectiveError | None:
     if isinstance(error, CollectiveError) or not (isinstance(error, RuntimeError) and is_dist) or _peers is None:
         return None
     reason = text.strip().partition("\n")[0].partition(". This is")[0]
-    return CollectiveError(f"rank {_peers.rank}: a collective failed; {describe_failed()}: {reason}; {RESUME}")
+    return CollectiveError(f"rank {_peers.rank}: a collective failed; {describe_failed()} ({reason})")
 
 
 # -- a call that every worker must make ---------------------------------------------------------------------------
@@ -261,8 +264,7 @@ def come_together(kind: str, method: HookedMethod | None = None) -> None:
         if _is_set(store, complete):  # then a peer may have passed the call before it answered
             break
         if waited > limit or not {"gone", "failed"}.isdisjoint(answers.values()):
-            why = f"not all workers came within {waited:.0f} s; {describe_failed()}"
-            raise CollectiveError(f"{what}: {why}: {RESUME}")
+            raise CollectiveError(f"{what}: not all workers came within {waited:.0f} s; {describe_failed()}")
         progress = {rank: answer.split() for rank, answer in answers.items() if answer.count(" ") == 3}
         missing = {rank: fields for rank, fields in progress.items() if int(fields[1]) < _calls}
         passed = [rank for rank, fields in missing.items() if int(fields[0]) > AsyncAllReduce.launches]

@@ -19,29 +19,32 @@ from torch.nn.parameter import is_lazy
 
 from ..buckets import is_dtensor, kind_of, local_shard
 from ..comm import Reducer
-from ..errors import UserError, env_number, require
+from ..errors import UserError, env_number, require, shown
 from ..groups import WORLD, backend_for, is_alive, of_all
 from ..hooks import Hook, HookedMethod
 from ..local_update import CHANGED, OWN_SCALARS
 
 LISTS = "give a list of tensors, as a module's parameters() and buffers() return"
-NOTHING = "got no parameters (an exhausted generator or an empty list): give model.parameters() anew"
+OF_MODULE = {"parameters": "parameters", "model_params": "parameters", "buffers": "buffers"}
 
 
 def tensors_of(given: Iterable[Any], name: str) -> list[Tensor]:
     """Returns the tensors of any iterable as a list.
 
-    UserError if `given` is a single tensor or a module, or a tensor has no memory yet, and in inference mode, because a
-    method's tensors could not be written to later.
+    UserError if `given` is a single tensor or a module, or a tensor has no memory yet, if there are no parameters, and
+    in inference mode, because a method's tensors could not be written to later.
     """
     if torch.is_inference_mode_enabled():
         raise UserError(
             "made under torch.inference_mode(), a method could not train later: make it outside of that block"
         )
     if isinstance(given, Tensor | nn.Module) or not isinstance(given, Iterable):
-        remedy = f"give model.{name}()" if isinstance(given, nn.Module) and name in ("parameters", "buffers") else LISTS
+        remedy = f"give model.{OF_MODULE[name]}()" if isinstance(given, nn.Module) and name in OF_MODULE else LISTS
         raise UserError(f"{name}: one {type(given).__name__} is given: {remedy}")
     tensors = list(given)
+    if not tensors and OF_MODULE.get(name) == "parameters":
+        what = "an exhausted generator or an empty list"
+        raise UserError(f"got no {name} ({what}): give model.parameters() anew; each pipeline stage needs one")
     if others := [type(t).__name__ for t in tensors if not isinstance(t, Tensor)]:
         raise UserError(f"{name}: a {others[0]} is among them: {LISTS}")
     for number, t in enumerate(tensors):
@@ -63,42 +66,36 @@ def check_inputs(given: Sequence[Tensor], params: Sequence[Tensor], buffers: Seq
 
     `given` are the user's parameters, `params` the trained ones with DTensors' local shards.
     """
-    if not given:
-        raise UserError(NOTHING)
     if not params:
         raise UserError("no parameter requires a gradient: nothing to train, so unfreeze some first")
     if not any(p.numel() for p in given if p.requires_grad):  # a DTensor counts all of its shards
         raise UserError("no parameter has an element: nothing to train")
     if params[0].device.type == "mps":
         raise UserError("parameters on mps, which has no float64 for the sums of the outer step: move the model to cpu")
-    for p in params:
-        if not p.is_floating_point():
-            raise UserError(
-                f"a parameter of dtype {p.dtype}: only floating point can be averaged; give "
-                "torch.view_as_real(parameter) of a complex one, or requires_grad_(False) to leave it as it is"
-            )
-        if p.layout != torch.strided or p.is_nested:
-            raise UserError(
-                f"a parameter of layout {p.layout}, shape {list(p.shape)}: only dense ones can be averaged; call "
-                "to_dense(), or requires_grad_(False) to leave it as it is"
-            )
-    for t in [*params, *buffers]:
-        if t.is_inference():
-            raise UserError(
-                f"a tensor of shape {list(t.shape)} was made under torch.inference_mode() and cannot be written to: "
-                "clone() it outside"
-            )
-        if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-            raise UserError(
-                f"a tensor of shape {tuple(t.shape)} is expanded, so several elements share memory: give it memory of "
-                "its own, as clone() does"
-            )
+    check_dense(params, "a parameter", ", or requires_grad_(False) to leave it as it is")
+    check_dense(buffers, "a buffer")
     refuse_shared_storage(params)
     if (b := overlapping(buffers, params)) is not None:
         raise UserError(
             f"buffers: a tensor of shape {tuple(b.shape)} shares its memory with a parameter, which its average would "
             "overwrite: give model.buffers(), without parameters"
         )
+
+
+def check_dense(tensors: Sequence[Tensor], what: str, remedy: str = "") -> None:
+    """Raises UserError for the first tensor that cannot be averaged in place."""
+    for t in tensors:
+        if t.is_complex():
+            text = f"of dtype {t.dtype}: only floating point can be averaged; give torch.view_as_real(tensor){remedy}"
+        elif t.layout != torch.strided or t.is_nested:
+            text = f"of layout {t.layout}: only dense ones can be averaged; call to_dense(){remedy}"
+        elif t.is_inference():
+            text = "an inference tensor (torch.inference_mode), which cannot be written to: clone() it outside"
+        elif any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+            text = "expanded, so several elements share memory: give it memory of its own, as clone() does"
+        else:
+            continue
+        raise UserError(f"{what} of shape {tuple(t.shape)} is {text}")
 
 
 def check_group(places: int = 1, *, is_elastic: bool = False) -> None:
@@ -182,7 +179,7 @@ def check_hooks(hooks: Sequence[Any]) -> None:
     names = {*OWN_SCALARS, CHANGED}
     for hook in hooks:
         if not isinstance(hook, Hook):
-            raise UserError(f"hooks: {hook!r} is among them: give objects of a Hook's classes")
+            raise UserError(f"hooks: one {type(hook).__name__} is among them: give objects of a Hook's classes")
         if hasattr(hook, "method"):
             raise UserError(f"hooks: this {type(hook).__name__} belongs to another method: make one for each")
         own = {*hook.scalars, *hook.per_worker_scalars, *([hook.name] if hook.name else [])}
@@ -208,7 +205,7 @@ def check_env(env: Mapping[str, str] = os.environ) -> None:
 def check_mesh(mesh: DeviceMesh) -> None:
     """Raises UserError unless the mesh has two dimensions."""
     if not hasattr(mesh, "ndim"):
-        raise UserError(f"mesh={mesh!r}: give a DeviceMesh, as torch's init_device_mesh or node_mesh returns")
+        raise UserError(f"{shown('mesh', mesh)}: give a DeviceMesh, as torch's init_device_mesh or node_mesh returns")
     if mesh.ndim == 2:
         return
     names, usual = mesh.mesh_dim_names or (), ("dp_replicate", "dp_shard")
@@ -306,34 +303,25 @@ def check_share(c: Any, *, shard: bool, split: bool = False, held: bool = False)
 FSDP = "torch.distributed.fsdp", "FullyShardedDataParallel"
 
 
-def refuse_shards(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Raises UserError if a model is sharded over the method's workers, as DTensors or by FullyShardedDataParallel.
+def refuse_shards(params: Sequence[Tensor], group: dist.ProcessGroup | None, *, dtensors: bool = True) -> None:
+    """Raises UserError if a model is sharded over the method's workers, by FullyShardedDataParallel or as DTensors.
 
-    They would average different shards. A group of None means all workers.
+    They would average different shards. A group of None means all workers. CO2 on a mesh supports DTensors.
     """
-    for p in filter(is_dtensor, params):
-        for dim, placement in enumerate(p.placements):
-            over = _ranks(group or dist.group.WORLD) & _ranks(p.device_mesh.get_group(dim))
-            if len(over) > 1 and not placement.is_replicate():
-                raise UserError(_shards_message("a DTensor (fully_shard)", over))
-    refuse_fsdp(params, group)
-
-
-def refuse_fsdp(params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Does refuse_shards only for FullyShardedDataParallel, for CO2 on a mesh, which supports DTensors."""
     workers, ours = _ranks(group or dist.group.WORLD), {id(p) for p in params}
+    found: list[tuple[str, set[int]]] = []
+    for p in filter(is_dtensor, params if dtensors else ()):
+        dims = [dim for dim, placement in enumerate(p.placements) if not placement.is_replicate()]
+        found += [("a DTensor (fully_shard)", _ranks(p.device_mesh.get_group(dim))) for dim in dims]
     for module in _instances(_imported(*FSDP)) if len(workers) > 1 else ():
-        over = workers & _ranks(module.process_group)
-        shards = "NO_SHARD" not in str(module.sharding_strategy)
-        if len(over) > 1 and shards and any(id(p) in ours for p in module.parameters()):
-            raise UserError(_shards_message("FullyShardedDataParallel", over))
-
-
-def _shards_message(what: str, over: set[int]) -> str:
-    return (
-        f"{what} shards the parameters over ranks {sorted(over)}, which are this method's workers: different "
-        "shards would be averaged; give the method the whole model, or shard it inside nodes and give CO2 mesh="
-    )
+        if "NO_SHARD" not in str(module.sharding_strategy) and any(id(p) in ours for p in module.parameters()):
+            found.append(("FullyShardedDataParallel", _ranks(module.process_group)))
+    for what, ranks in found:
+        if len(over := workers & ranks) > 1:
+            raise UserError(
+                f"{what} shards the parameters over ranks {sorted(over)}, which are this method's workers: different "
+                "shards would be averaged; give the method the whole model, or shard it inside nodes and give CO2 mesh="
+            )
 
 
 def _imported(module: str, name: str) -> Any:

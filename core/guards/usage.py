@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import re
 import sys
 import weakref
 from collections import Counter
@@ -22,7 +23,7 @@ from ..errors import UserError, warn
 from ..hooks import Hook, HookedMethod
 from ..outer import norm
 from . import failure
-from .inputs import FSDP, _imported, _instances, _ranks, refuse_fsdp
+from .inputs import FSDP, _imported, _instances, _ranks, refuse_shards
 from .workers import forget
 
 ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
@@ -30,14 +31,9 @@ ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptim
 # worker that begins a round with its own progress raises no warning, while loaded weights are often farther off.
 TOLERANCE, ROUGHLY = 1e-3, 0.3
 FIRST, FIRST_CALLS = 2, 12  # rounds, and calls of step(), in which the loop is checked
-SYNC_NORM = (
-    "the model has SyncBatchNorm, which waits for {among} of these workers in every forward and backward pass: use "
-    "BatchNorm, whose statistics the method averages (buffers=model.buffers()), or, with a mesh, SyncBatchNorm with "
-    "process_group=mesh.get_group(1)"
-)
-AVERAGES = (
-    "the model is in {kind}, which averages gradients among {among} of these workers in every step while they wait, so "
-    "nothing is hidden: remove {kind} and call the plain model, or, with a mesh, give it "
+TWICE = re.compile(r"(so+)\1{3}$")  # in UsageChecks._before: as many calls without a step follow each optimizer step
+WAITS = (
+    "{kind} waits for {among} of these workers in every step, so nothing is hidden: {remedy}, or, with a mesh, give it "
     "process_group=mesh.get_group(1)"
 )
 
@@ -64,7 +60,8 @@ def _warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], gr
         among = max(len(workers & _ranks(g)) for g in groups)
         its = (*module.parameters(), *module.buffers())
         if among > 1 and module not in _waiting and any(id(t) in ours for t in its):
-            _waiting[module] = (SYNC_NORM if of_norm else AVERAGES).format(among=among, kind=type(module).__name__)
+            remedy = "use BatchNorm with buffers=model.buffers()" if of_norm else "remove it and call the plain model"
+            _waiting[module] = WAITS.format(kind=type(module).__name__, among=among, remedy=remedy)
             module.register_forward_pre_hook(_before_pass)
 
 
@@ -90,20 +87,16 @@ def _warn_of_pass(module: nn.Module) -> None:
 class UsageChecks(Hook):
     """Warns of mistakes in a training loop.
 
-    It warns if parameters were written between the end of a round and the next step of an optimizer. torch counts
-    writes to a tensor, and torch's optimizers call a hook before their step, so this costs nothing per step. Writes
-    through `.data` are noticed if the memory changes. finish() counts optimizer steps that no call of step() has
-    followed, and warns of them. The end of the process warns if finish() is missing.
+    torch counts writes to a tensor, and torch's optimizers call a hook before their step, so this costs nothing per
+    step. In the whole run, it warns if parameters were written between the end of a round and the next step of an
+    optimizer, of optimizer steps before finish() that no call of step() has followed, and if finish() is missing.
 
-    Only in the first rounds it looks for more mistakes:
+    Only at the beginning it looks for more mistakes:
 
     - Modules that synchronize the workers in every step. ZeroRedundancyOptimizer is an error.
-    - Optimizers of parameters that no method averages. This is an error if none of the method's own parameters has
-      changed in the round, otherwise a warning. Later, only new or extended optimizers are checked.
-    - Calls of step() without an optimizer step or a change since the previous call, while finite gradients exist. With
-      gradient accumulation these are calls after each micro-batch. If only the first call is such, step() comes before
-      optimizer.step(). If a GradScaler skips a step, gradients are not finite.
-    - Calls of step() after several steps of every optimizer.
+    - Parameters in an optimizer that no method averages. This is an error if none of the method's own parameters has
+      changed in the round, otherwise a warning. Later, only new or extended optimizers are checked, and warned of.
+    - Calls of step() that do not follow one optimizer step each.
 
     Args:
         model_params: See MasterWeightSync. DistributedDataParallel may wrap them.
@@ -111,12 +104,12 @@ class UsageChecks(Hook):
 
     def __init__(self, model_params: Sequence[Tensor] = ()):
         self._model_params = model_params
-        self._rounds = self._calls = self._many = 0  # calls of step(), and how many of them follow several steps
-        self._idle = list[int]()  # the calls that follow no change
-        self._warned = False  # of calls of step()
+        self._rounds = 0
+        self._before = ""  # what came before each call of step(), see before_step
+        self._is_done = self._warned = False  # with the calls of step()
         self._own_steps = Counter[int]()  # steps of each optimizer of these parameters since the last call or boundary
-        self._trained = False  # whether these parameters have changed since the method wrote them
-        self._steps = 0  # optimizer steps since then, of any parameters
+        self._steps = 0  # optimizer steps since the last boundary, of any parameters
+        self._trained = False  # whether these parameters have changed since then
         # optimizers -> their number of parameters, and whether the method's are among them
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]()
         self._unmanaged: dict[int, Tensor] = {}  # optimizers' parameters that no method averages, also frozen ones
@@ -129,8 +122,6 @@ class UsageChecks(Hook):
             return
         self._number = {id(p): i for i, p in enumerate(method.trained)}
         self._params = method.params
-        self._devices = [p.device for p in self._params]
-        self._process = os.getpid()
         _dropped.clear()
         _register()
         _active.add(self)
@@ -138,24 +129,25 @@ class UsageChecks(Hook):
 
     def before_step(self) -> bool:
         """Warns of calls that do not follow one optimizer step each."""
-        before, self._last = self._last, writes(self._params)
-        steps, calls, name = min(self._own_steps.values(), default=0), self._calls + 1, f"{self.method.name}.step()"
+        last, self._last = self._last, writes(self._params)
+        steps, changed = min(self._own_steps.values(), default=0), self._last != last
         self._own_steps.clear()
-        self._calls, self._many = calls, self._many + (steps > 1)
-        self._idle += [calls] if not steps and self._last == before and self._gradients_wait() else []
-        idle, found = len(self._idle), ""
-        if 1 < idle < calls and 3 * idle >= calls:  # equal: torch counts none of the writes
+        self._trained |= changed or steps > 0
+        # m: several steps of each optimizer; s: one; w: other writes; g: nothing, while gradients wait; o: nothing
+        kind = "m" if steps > 1 else "s" if steps else "w" if changed else "g" if self._gradients_wait() else "o"
+        self._before = calls = self._before + kind
+        idle, name, found = calls.count("g"), f"{self.method.name}.step()", ""
+        if 1 < idle < len(calls) <= 3 * idle or TWICE.search(calls):  # only idle: torch counts none of the writes
             found = (
-                f"in {idle} of the first {calls} calls of {name} no parameter had changed since the call before, while "
-                "gradients wait: with gradient accumulation call it once after each optimizer.step(), not after each "
-                "micro-batch, because tau counts its calls"
+                f"nothing had changed before {idle + calls.count('o')} of the first {len(calls)} calls of {name}: call "
+                "it once after each optimizer.step(), not twice or after each micro-batch, because tau counts its calls"
             )
-        elif self._idle == [1] and calls == 3:
+        elif len(calls) == 3 and calls[0] == "g" and idle == 1:
             found = (
                 f"{name} comes before optimizer.step(): at its first call gradients waited, and no parameter had "
                 "changed; call it after each optimizer.step(), or an average lacks the step that ends its round"
             )
-        elif self._many > 1:
+        elif calls.count("m") > 1:
             found = (
                 f"{steps} optimizer steps came between two calls of {name}, which counts one, so a round has "
                 f"{steps * self.method.tau} steps, not tau={self.method.tau}: call it after every optimizer.step(); it "
@@ -164,7 +156,8 @@ class UsageChecks(Hook):
         if found:
             self._warned = True
             warn(found)
-        return self._warned or (self._rounds >= FIRST and self._calls >= FIRST_CALLS)
+        self._is_done = self._warned or (self._rounds >= FIRST and len(calls) >= FIRST_CALLS)
+        return self._is_done
 
     def _gradients_wait(self) -> bool:
         """Returns whether there are gradients, all finite and not all zero."""
@@ -189,7 +182,7 @@ class UsageChecks(Hook):
         """Searches for modules once, and reports parameters that no method averages."""
         m = self.method
         if not self._rounds:
-            refuse_fsdp(m.trained, m.allreduce.group)  # a module may have been wrapped after the method was made
+            refuse_shards(m.trained, m.allreduce.group, dtensors=False)  # of modules that were wrapped later
             buffers = [b for bucket in m.buckets for b in bucket.given]
             _warn_of_synchronous([*m.trained, *self._model_params], buffers, m.allreduce.group)
         self._rounds += 1
@@ -197,7 +190,7 @@ class UsageChecks(Hook):
             return
         self._unmanaged = {number: p for number, p in self._unmanaged.items() if not p.requires_grad}
         what = f"{len(found)} parameters that no method averages, the first of shape {list(found[0].shape)}"
-        if self._steps > 1 and not self._trained:
+        if self._steps > 1 and not self._trained and not self._is_done:
             raise UserError(
                 f"the optimizer trains {what}, and none of the {len(self._params)} given to {m.name} has "
                 "changed: make the method after whatever replaces parameters (load_state_dict(assign=True), deepcopy, "
@@ -214,9 +207,9 @@ class UsageChecks(Hook):
     def after_param_update(self, *, at_boundary: bool) -> None:
         self._start = self._last = writes(self._params)
         self._unchecked = set(range(len(self._start))) if at_boundary else set()
-        self._trained, self._steps = False, 0
         if at_boundary:
             self._own_steps.clear()
+            self._trained, self._steps = False, 0
 
     def on_close(self) -> None:
         """Ends the checks, because others may write the parameters now."""
@@ -226,28 +219,23 @@ class UsageChecks(Hook):
         """The step of any optimizer of the process is about to begin."""
         params = [p for group in optimizer.param_groups for p in group["params"]]
         before, is_own = self._optimizers.get(optimizer, (0, False))
-        if is_new := before != len(params):
+        if before != len(params):  # a new or extended one
             is_own |= any(id(p) in self._number for p in params)
             self._optimizers[optimizer] = len(params), is_own
-        if is_own:
-            self._own_steps[id(optimizer)] += 1
-        early = self._rounds < FIRST or is_new
-        if early or self._unchecked:
-            self._trained |= is_own and any(p.grad is not None for p in params if id(p) in self._number)
-        if early:
-            self._trained |= self._steps > 0 and self._start != writes(self._params)
-            self._steps += 1
             known = {id(p) for checks in list(_active) for p in checks.method.trained}
             self._unmanaged |= {id(p): p for p in params if id(p) not in known}
-            zero, group = _imported(*ZERO), self.method.allreduce.group
-            if is_own and zero is not None and isinstance(optimizer, zero) and group is not None:
-                over = _ranks(group) & _ranks(vars(optimizer)["process_group"])
+            zero = _imported(*ZERO)
+            if is_own and zero is not None and isinstance(optimizer, zero):
+                over = _ranks(self.method.allreduce.group) & _ranks(vars(optimizer)["process_group"])
                 if len(over) > 1:
                     raise UserError(
                         f"{type(optimizer).__name__} shards the parameters over ranks {sorted(over)} and copies them "
                         "in every step: these workers take local steps, and each would get a mixture of their models; "
                         "give each the optimizer inside it, or, with a mesh, process_group=mesh.get_group(1)"
                     )
+        self._steps += 1
+        if is_own:
+            self._own_steps[id(optimizer)] += 1
         if self._unchecked:
             self._check(params)
 
@@ -257,18 +245,15 @@ class UsageChecks(Hook):
         m, now = self.method, writes(self._params)
         numbers = {self._number.get(id(p), -1) for p in given} & self._unchecked
         self._unchecked -= numbers
-        written = [i for i in numbers if now[i] != self._start[i]]
-        for p, before in [(self._params[i], self._devices[i]) for i in written]:
-            if p.device != before:
-                raise UserError(
-                    f"a parameter moved from {before} to {p.device} after {m.name} was made: call model.to(device) "
-                    "before"
-                )
+        written = [self._params[i] for i in numbers if now[i] != self._start[i]]
+        for before, device in {(self._start[i][2], now[i][2]) for i in numbers if self._start[i][2] != now[i][2]}:
+            what = f"a parameter moved from {before} to {device} after {m.name} was made"
+            raise UserError(f"{what}: call model.to(device) before")
         if written and m.anchors:  # compare with the start of the round
-            flats = zip(m.buckets, m.anchors, strict=True)
+            flats, tolerance = zip(m.buckets, m.anchors, strict=True), ROUGHLY if m.begins_apart else TOLERANCE
             starts = {id(p): x for b, flat in flats for p, x in zip(b.params, views(flat, b.params), strict=True)}
-            tolerance = ROUGHLY if m.begins_apart else TOLERANCE
-            written = [i for i in written if _differ(p := self._params[i], starts[id(p)].to(p.dtype), tolerance)]
+            apart = [(p, starts[id(p)].to(p.dtype)) for p in written if p.numel()]
+            written = [p for p, x in apart if norm([p.to(x.dtype) - x]) > tolerance * norm([x])]
         if written and (m.anchors or m.state):  # without state, nothing pulls weights back
             warn(
                 f"{len(written)} of {len(self._params)} parameters were changed since the last round closed, and not "
@@ -280,13 +265,11 @@ class UsageChecks(Hook):
         """Returns the warning that finish() is missing at the end of the process, None if it is not.
 
         Workers differ after local steps, and while an all-reduce is in flight. The warning is "" on ranks that do not
-        log. It is not missing in a forked process, and after leave() or a failed all-reduce. The same holds if
-        state_dict() was called since the last step, because a saved run continues from there.
+        log. It is not missing after leave() or a failed all-reduce, or if state_dict() was called since the last step,
+        because a saved run continues from there.
         """
         m, flight = self.method, self.method.allreduce
-        if self._process != os.getpid() or flight.world_size == 1 or flight.failed:
-            return None
-        if not (m.local_steps or flight.in_flight) or m.is_saved:
+        if flight.world_size == 1 or flight.failed or m.is_saved or not (m.local_steps or flight.in_flight):
             return None
         if not m.is_log_rank:
             return ""
@@ -298,7 +281,7 @@ class UsageChecks(Hook):
 
     def __del__(self) -> None:
         """Keeps the warning: a script's main() may have returned, and the process may end next."""
-        if not sys.is_finalizing() and hasattr(self, "_process") and (text := self.unfinished()) is not None:
+        if not sys.is_finalizing() and hasattr(self, "_unchecked") and (text := self.unfinished()) is not None:
             _dropped.append(text)
 
 
@@ -306,28 +289,31 @@ _active: weakref.WeakSet[UsageChecks] = weakref.WeakSet()
 _dropped: list[str] = []  # warnings of methods that were garbage-collected since the last one was made
 
 
-def writes(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+def writes(tensors: Iterable[Tensor]) -> list[tuple[int, int, torch.device]]:
     """Returns for each tensor what changes when it is written in place or gets other memory."""
-    return [(t._version, t.data_ptr()) for t in tensors]
+    return [(t._version, t.data_ptr(), t.device) for t in tensors]
 
 
 @functools.cache  # once, and never removed, because torch may be calling its hooks
 def _register() -> None:
     """Registers what is called at the end of the process, and before the step of any optimizer."""
     atexit.register(_warn_at_exit)
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(_warn_at_exit))  # the methods are its parent's
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _warn_at_exit() -> None:
-    """Warns in one line if a method was not finished, whatever Python's filter of warnings says. Its peers learn of it.
+    """Warns in one line if a method was not finished, whatever Python's filter of warnings says.
 
-    The exit status stays as it is. Only os._exit could change it here, and would lose what others still have to write.
+    The peers of a method that is not closed learn that this script has ended. The exit status stays as it is. Only
+    os._exit could change it here, and would lose what others still have to write.
     """
     if hasattr(sys, "last_type"):  # an uncaught exception
         return
-    if texts := [text for checks in list(_active) if (text := checks.unfinished()) is not None] or _dropped:
-        if texts[0]:
-            print(f"warning: {texts[0]}", file=sys.stderr)
+    texts = [*(checks.unfinished() for checks in list(_active)), *_dropped]
+    for text in [*filter(None, texts)][:1]:
+        print(f"warning: {text}", file=sys.stderr)
+    if texts:
         failure.tell_end()
 
 
@@ -336,10 +322,3 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not torch.compiler.is_compiling():
         for checks in list(_active):
             checks.before_optimizer(optimizer)
-
-
-def _differ(p: Tensor, start: Tensor, tolerance: float) -> bool:
-    """Whether p differs from start by more than the tolerance, relative to the norm of start."""
-    if not p.numel():
-        return False
-    return bool(norm([p.to(start.dtype) - start]) > tolerance * norm([start]))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets import Bucket, local_shard, same_values, views, wipe, zero_each
+from ..buckets import local_shard, same_values, views, wipe, zero_each
 from ..errors import DivergedError, UserError, log, warn
 from ..groups import of_all
 from ..hooks import Hook, HookedMethod, Judge, ReductionInfo
@@ -32,27 +32,6 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     wide = [t.float() if t.element_size() == 1 else t for t in local if t.numel()]
     ends = [torch.stack(torch.aminmax(t)).double() for t in wide]
     return torch.stack([e.to(ends[0].device) for e in ends]).isfinite().all() if ends else torch.tensor(True)
-
-
-def first_nonfinite(buckets: Sequence[Bucket]) -> Tensor:
-    """Returns the number, from 1 over all buckets, of the first buffer with a non-finite value that is new; 0 for none.
-
-    It looks at the buffers that travel. The result is 0-d int64 on the first bucket's device, and the host does not
-    wait for it.
-    """
-    found = torch.zeros((), dtype=torch.int64, device=buckets[0].flat.device)
-    before = 0
-    for bucket in buckets:
-        flat = bucket.values
-        # on a CPU one sum finds that all is finite
-        if len(flat) and (read_blocks(flat) or not flat.sum().isfinite()):
-            bad = ~flat.isfinite() & ~same_values(flat, bucket.first)
-            # from an element to its buffer
-            place = torch.bucketize(bad.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
-            number = torch.where(bad.any(), before + 1 + bucket.numbers[place.clamp(max=len(bucket.buffers) - 1)], 0)
-            found = torch.where(found == 0, number.to(found.device), found)
-        before += len(bucket.given)
-    return found
 
 
 def nonfinite_buffers(method: HookedMethod) -> list[tuple[int, Tensor]]:
@@ -82,7 +61,6 @@ class OutlierFilter(Judge):
     Attributes:
         verdict: VALID, NOT_FINITE or JUMPED, of this worker's last update, 0-d float64.
         size: Norm of this worker's last update, 0-d float64.
-        excludes_this: Whether the last received verdicts exclude this worker.
         state: [3] float64: the running average, valid rounds so far, and the size of the last jump. Several fragments
             have a row each.
     """
@@ -113,9 +91,28 @@ class OutlierFilter(Judge):
         return self.judge(norm(m.sent_payloads).double(), None if m.fragment_index else self.bad_buffer())
 
     def bad_buffer(self) -> Tensor:
-        return first_nonfinite(self.method.buckets)
+        """Returns the number, from 1 over all buckets, of the first buffer with a non-finite value that is new.
+
+        0 for none. It looks at the buffers that travel. The result is 0-d int64 on the first bucket's device, and the
+        host does not wait for it.
+        """
+        buckets, before = self.method.buckets, 0
+        found = torch.zeros((), dtype=torch.int64, device=buckets[0].flat.device)
+        for bucket in buckets:
+            flat = bucket.values
+            # on a CPU one sum finds that all is finite
+            if len(flat) and (read_blocks(flat) or not flat.sum().isfinite()):
+                bad = ~flat.isfinite() & ~same_values(flat, bucket.first)
+                # from an element to its buffer
+                place = torch.bucketize(bad.to(torch.uint8).argmax(), bucket.buffer_ends, right=True)
+                index = bucket.numbers[place.clamp(max=len(bucket.buffers) - 1)]
+                number = torch.where(bad.any(), before + 1 + index, 0)
+                found = torch.where(found == 0, number.to(found.device), found)
+            before += len(bucket.given)
+        return found
 
     def bad_params(self) -> Tensor:
+        """Returns whether a parameter on this rank has a non-finite value, 0-d bool."""
         return ~all_finite(p for b in self.method.buckets for p in b.params)
 
     def on_reduced_scalars(self, sums: Mapping[str, Sequence[float]], info: ReductionInfo) -> None:
@@ -135,13 +132,15 @@ class OutlierFilter(Judge):
         bad = [code for code in codes if code == NOT_FINITE or code >= BUFFER]
         alone = info.workers == 1 < len(codes)  # the other elastic workers are lost, so it restarts by itself
         if len(bad) == info.workers and not alone:
-            what = self._buffer_name(bad[0]) if bad[0] >= BUFFER else self._live_buffer()
-            what = f"; {what}" if what else ""
+            m = self.method
+            sent = [m.numbered_buffers[code - BUFFER] for code in bad[:1] if code >= BUFFER]
+            live = nonfinite_buffers(m) if not sent and all_finite(m.params) else []  # its buffers are the cause
+            what = "".join(f"; {described(*pair)}" for pair in (sent + live)[:1])
             raise DivergedError(f"every worker's update in round {info.round} is not finite{what}: {remedy}")
         for name, code, repeats in zip(self.names, codes, self._repeats, strict=True):
             if not code:
                 continue
-            reason = REASONS.get(code) or f"not finite, {self._buffer_name(code)}"
+            reason = REASONS.get(code) or f"not finite, {described(*self.method.numbered_buffers[code - BUFFER])}"
             text = f"{name} is excluded from the average of round {info.round}: its update is {reason}"
             if repeats > MAX_REPEATS:
                 raise DivergedError(f"{text}, as in the {repeats - 1} rounds before; {remedy}")
@@ -151,6 +150,15 @@ class OutlierFilter(Judge):
 
     @torch.no_grad()
     def judge(self, size: Tensor, bad_buffer: Tensor | None = None) -> Tensor:
+        """Finds the verdict on this worker's update, and writes it to the scalars.
+
+        Args:
+            size: Norm of the update, 0-d: not finite if any number of it is not.
+            bad_buffer: See bad_buffer(). The buffers travel with the first fragment.
+
+        Returns:
+            0-d bool: whether to exclude this worker.
+        """
         method = self.method
         size = size.to(self.state)
         number = torch.zeros_like(size) if bad_buffer is None else bad_buffer.to(size)
@@ -201,17 +209,6 @@ class OutlierFilter(Judge):
         if at >= len(rows):
             self.state = rows = torch.cat([rows, rows.new_zeros(at + 1 - len(rows), 3)])
         return rows[at]
-
-    def _buffer_name(self, code: int) -> str:
-        """Describes a verdict's buffer by its number as given, its shape and its module."""
-        return described(*self.method.numbered_buffers[code - BUFFER])
-
-    def _live_buffer(self) -> str:
-        """Describes this worker's first non-finite buffer. "" if there is none, or parameters are not finite."""
-        m = self.method
-        if not all(bool(p.isfinite().all()) for p in m.params):
-            return ""
-        return next((described(*pair) for pair in nonfinite_buffers(m)), "")
 
     def state_dict(self) -> Any:
         return self.state

@@ -148,7 +148,7 @@ def exchange(
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise CollectiveError(
-            f"rank {dist.get_rank()}: the scalars of step {step} did not come; {failure.describe_failed()}: {reason}"
+            f"rank {dist.get_rank()}: the scalars of step {step} did not come; {failure.describe_failed()} ({reason})"
         ) from None
     time.sleep(max(0.0, ready_at - time.perf_counter()))
     return received.tolist(), bytes_sent, time.perf_counter() - began
@@ -488,7 +488,7 @@ class ZerothOrder(Loop):
         rows, bytes_sent, waited = exchange(row, number, self.group, self._link)
         plus, minus = self.place.combine(rows)
         self._requests.receive([math.fsum(numbers) for numbers in zip(*(r[NUMBERS:] for r in rows), strict=True)])
-        self._requests.grant()
+        self._requests.on_round_end()
         self.stats = RoundStats(number + 1, local_steps=1, bytes_sent=bytes_sent)
         self.stats.exposed_seconds = self.stats.allreduce_seconds = waited
         update = Update(number, self.lr, (plus - minus) / (2 * self.config.eps))

@@ -32,8 +32,7 @@ def build(**settings: Any) -> CO2:
 def test_settings_but_tau_are_given_by_name():
     """Their order has changed: a number in an old place would be another setting's."""
     assert CO2Config(6).tau == 6
-    with pytest.raises(TypeError, match="positional"):
-        CO2Config(6, 0.5)  # pyright: ignore[reportCallIssue]
+    assert "too many positional arguments" in refusal(lambda: CO2Config(6, 0.5))  # pyright: ignore[reportCallIssue]
 
 
 def params() -> list[nn.Parameter]:
@@ -83,9 +82,13 @@ def test_a_hook_cannot_take_a_name_of_the_methods_scalars(name: str):
 @pytest.mark.parametrize("method", [CO2, LocalSGD, SlowMo, DiLoCo, OverlapLocalSGD])
 def test_an_option_that_no_method_has_is_refused(method: Any):
     settings = {} if method is CO2 else {"tau": 4}
-    settings |= {"lr": lambda: 0.1} if method is SlowMo else {}
-    with pytest.raises(TypeError, match="bufers"):
-        method(params(), **settings, bufers=[])
+    said = refusal(lambda: method(params(), **settings, bufers=1))
+    own = ["mesh", "schedule", "shard", "offload"] if method is CO2 else ["tau", "compression"]
+    own += ["lr"] if method is SlowMo else []
+    assert said.startswith(
+        f"{method.__name__}: it has no argument bufers=1 (did you mean buffers?); its arguments are"
+    ), said
+    assert {*own, "params", "config", "average", "timeout"} <= {*said.partition(" are ")[2].split(", ")}, said
 
 
 def test_parameters_over_one_memory_are_refused():
@@ -188,10 +191,10 @@ REFUSED: list[Any] = [
     ),
     (lambda: CO2([]), "got no parameters", "an exhausted generator or an empty list"),
     (lambda: CO2(iter(()), shard=True), "got no parameters", "each pipeline stage needs one"),
-    (lambda: CO2(params(), model_params=iter(())), "model_params: got no parameters", "give model.parameters() anew"),
+    (lambda: CO2(params(), model_params=iter(())), "got no model_params (", "give model.parameters() anew"),
     (lambda: CO2([nn.Parameter(torch.zeros(1), requires_grad=False)]), "no parameter", "nothing to train"),
     (lambda: CO2([torch.zeros(1, dtype=torch.complex64, requires_grad=True)]), "complex64", "floating"),
-    (lambda: LocalSGD([torch.zeros(1, requires_grad=True)], tau=0), "tau=0", "1 or more"),
+    (lambda: LocalSGD(params(), tau=0), "tau=0: give a whole number of local steps, 1 or more"),
     *(
         (lambda make=make: make(nn.Sequential(nn.Linear(2, 2))), "one Sequential is given: give model.parameters()")
         for make in (CO2, lambda given: CO2(given, shard=True), lambda given: LocalSGD(given, 2))
@@ -249,8 +252,19 @@ REFUSED: list[Any] = [
     (lambda: CO2(params(), schedule=lambda n: {"gap": "norm"}), "the schedule changes gap: only tau, outer_lr"),
     (lambda: CO2(params(), CO2Config("auto"), schedule=lambda n: {"tau": 3}), "give numbers, or only auto"),
     (lambda: CO2(params(), timeout=-1), "timeout=-1: give seconds, above 0"),
-    (lambda: CO2Config.recommended(steps="4"), "steps='4': give their number"),  # pyright: ignore
-    (lambda: CO2Config.recommended("4"), "workers='4': give their number"),  # pyright: ignore
+    (lambda: CO2Config.recommended(steps=2e4), "steps=20000.0: give a whole number"),  # pyright: ignore
+    (lambda: CO2Config.recommended("4"), "workers='4': give a whole number"),  # pyright: ignore
+    (lambda: CO2Config.recommended(compression="int4"), "no argument compression='int4'; its arguments are workers, "),  # pyright: ignore
+    (lambda: CO2Config(taus=4), "CO2Config: it has no argument taus=4 (did you mean tau?)", ", merge, "),  # pyright: ignore
+    (lambda: CO2Config.paper(4, clips=1), "CO2Config: it has no argument clips=1 (did you mean clip?)"),
+    (lambda: CompressionConfig(formt="int4"), "(did you mean format?)"),  # pyright: ignore
+    (lambda: make_method("local", nn.Linear(1, 1), slowmoo=None), "slowmoo=None (did you mean slowmo?)", "average"),
+    *(
+        (lambda make=make: make(params()), f"{make.__name__}: missing a required argument: 'tau'")
+        for make in (LocalSGD, SlowMo, DiLoCo, OverlapLocalSGD)
+    ),
+    (lambda: LocalSGD(params(), CO2Config(4)), "tau=<CO2Config>: give a whole number of local steps"),  # pyright: ignore
+    (lambda: node_mesh("gpu"), "node_mesh('gpu', None): give cuda or cpu"),
 ]
 """What is built, and parts of the one line that refuses it."""
 

@@ -1,6 +1,7 @@
 """A worker that dies or stalls: the others fail in time and name it, nobody else, and use nothing that is partial."""
 
 import os
+import re
 import signal
 import socket
 import time
@@ -78,10 +79,8 @@ def again(method: Any) -> list[tuple[str, float]]:
 def check(seen: dict[str, Any], rank: int, who: int) -> None:
     message = seen["message"]
     assert f"rank {rank}: the all-reduce of round" in message
-    assert f"no answer from rank {who} (" in message
-    assert "\n" not in message
-    died = "a worker has died, or ended, or called something else" in message
-    assert died is ("(timeout" not in message) is message.endswith("resume from the newest checkpoint"), message
+    remedy = "(look at what it printed: after an error resume|if that worker is only slow, give)"
+    assert re.search(rf" failed; no answer from rank {who}( \(in .*?\))?: {remedy} [^\n]* \(.+\)$", message), message
     assert seen["seconds"] < TIMEOUT + PATIENCE
     assert 9 <= seen["step"] <= 13, "the failure must show at a boundary soon after"
     assert seen["kept"], "a failed round must leave parameters and outer state as they were"
@@ -105,10 +104,7 @@ def test_the_others_name_a_killed_worker(world_size: int, who: int, name: str, c
     )
     for rank in set(range(world_size)) - {who}:
         check(results[rank], rank, who)
-        assert (
-            "a worker has died, or ended, or called something else" in results[rank]["message"]
-            or results[rank]["seconds"] > TIMEOUT
-        )
+        assert "after an error resume" in results[rank]["message"] or results[rank]["seconds"] > TIMEOUT
 
 
 def test_the_others_name_a_worker_that_raised(tmp_path: Path):

@@ -228,6 +228,38 @@ def test_a_boundary_is_where_a_round_has_closed_and_a_model_is_called_one_where_
         assert alike(flat(params)) and method.allreduce.group is None
 
 
+MEETING: dict[str, Callable[..., Any]] = {  # whose evaluation is a collective
+    "fragments": lambda params, average: CO2(params, replace(KEEP, delay="auto", fragments=2)),
+    "EMA": lambda params, average: CO2(params, PAPERS, average=average),
+    "EMA, local": lambda params, average: LocalSGD(params, TAU, average=average),
+    "EMA, overlap": lambda params, average: OverlapLocalSGD(params, TAU, average=average),
+}
+
+
+@pytest.mark.parametrize("tells", [False, True], ids=["", "last=True"])
+@on_ranks(2)
+def test_the_worker_with_more_batches_evaluates_only_where_the_other_does(rank: int, tells: bool):
+    """The other one is in finish() then. After it, both train on, and the other one has more batches."""
+    for name, make in MEETING.items():
+        params, average = problems.odd_parameters(), [torch.zeros(3)]
+        method = make(params, average)
+        for more in (rank, 1 - rank):
+            common, seen = 2 * TAU, []
+            for step in range(steps := common + more * (4 * TAU + 1)):
+                sgd_step(params, rank, step)
+                average[0].add_(1.0)
+                method.step(last=tells and step == steps - 1)
+                if method.at_boundary:
+                    with method.averaged_model() as equal:
+                        seen.append(equal)
+            assert seen[:2] == [True, True] and True not in seen[2:], (name, seen)
+            told_before = tells or "local" in name  # otherwise one evaluation asks, and hears it
+            assert len(seen) == 2 + (bool(more) and not told_before), (name, seen)
+            method.finish()
+            assert method.at_boundary and method.sync_for_eval() and alike(flat(params)), name
+        method.close()
+
+
 def test_without_a_process_group_too():
     model = problems.small_net()
     with CO2(model.parameters(), PAPERS) as co2:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import CO2, CO2Config, CompressionConfig, UserError, load, save
-from core.baselines import OverlapLocalSGD
+from core.baselines import LocalSGD, OverlapLocalSGD
 from core.checkpoint import runs as checkpoint
 from core.errors import CollectiveError
 from core.guards import failure as peers
@@ -271,6 +271,8 @@ def test_a_folder_that_not_all_workers_share_is_one_line(rank: int, tmp_path: Pa
     said = refusal(Loop(rank).save, str(tmp_path / f"node{rank}"))
     assert "rank1.pt is missing: the folder must be one that all" in said and total_world_size(said) == [said] * 2
     assert not checkpoint.finished(tmp_path / f"node{rank}")
+    said = refusal(Loop(rank).load, str(tmp_path / f"node{rank}"))
+    assert said == f"load(): {tmp_path}/node0 on rank 0 and {tmp_path}/node1 on rank 1: give all workers one folder"
 
 
 def test_a_kill_between_the_names_of_two_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -344,7 +346,8 @@ def test_a_model_that_moves_to_another_device_is_refused():
     model = net(0)
     co2 = CO2(model.parameters(), PAPERS)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    co2.hook(UsageChecks)._devices[-1] = torch.device("cuda:0")  # as if the last one had been there
+    start = co2.hook(UsageChecks)._start
+    start[-1] = (*start[-1][:2], torch.device("cuda:0"))  # as if the last one had been there
     for p in model.parameters():
         p.data = p.data.clone()
     said = refusal(optimizer.step)
@@ -446,9 +449,13 @@ def test_workers_in_two_calls_are_both_told_which(rank: int, tmp_path: Path):
     loop.co2.leave()
 
 
-def one_finishes(rank: int, world_size: int) -> str:
+def one_finishes(rank: int, world_size: int, at_boundary: bool) -> str:
+    """At a boundary, workers of Local-SGD are equal, so nothing warns of the missing finish()."""
     loop = Loop(rank)
-    loop.go(4)
+    if at_boundary:
+        loop.co2.close()
+        loop.co2 = LocalSGD(loop.model.parameters(), TAU)
+    loop.go(TAU if at_boundary else 4)
     if rank == 1:
         atexit._run_exitfuncs()  # what Python calls at the end
         os._exit(0)
@@ -457,9 +464,11 @@ def one_finishes(rank: int, world_size: int) -> str:
     return str(told.value)
 
 
-def test_finish_on_rank_0_alone_names_the_worker_that_ended_without_it():
-    told = run_distributed(one_finishes, 2, expect_death=(1,))[0]
-    assert "failed; rank 1 has ended without finish(), which every worker must call (before" in told
+@pytest.mark.parametrize("at_boundary", [False, True])
+def test_finish_on_rank_0_alone_names_the_worker_that_ended_without_it(at_boundary: bool):
+    told = run_distributed(one_finishes, 2, at_boundary, expect_death=(1,))[0]
+    assert "failed; the script of rank 1 has ended: make the same calls on every worker, and finish() after" in told
+    assert "resume" not in told
 
 
 def test_a_scheduler_that_is_not_saved_is_told(tmp_path: Path):

@@ -489,7 +489,7 @@ def test_a_model_left_in_ddp_is_noticed_once(rank: int):
         told = [str(w.message) for w in caught if "DistributedDataParallel" in str(w.message)]
         assert len(told) == (kind in ("before", "after")), (kind, told)
         for text in told:
-            assert "averages gradients among 4 of these workers" in text and "call the plain model" in text
+            assert "DistributedDataParallel waits for 4 of these workers" in text and "call the plain model" in text
     assert len(others) == 2  # they were there
 
 

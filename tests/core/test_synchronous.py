@@ -84,7 +84,7 @@ def test_syncbatchnorm_is_warned_of_once_where_it_waits_for_workers(rank: int, k
             method.step()
     method.finish()
     said = " | ".join(str(w.message) for w in found)
-    assert said.count("the model has SyncBatchNorm, which waits for 2") == (kind == "trained"), said
+    assert said.count("SyncBatchNorm waits for 2 of these workers") == (kind == "trained"), said
 
 
 @on_ranks(2)
@@ -176,7 +176,25 @@ def accumulated(make: Callable[[Any], Any], micro: int, tau: int, *, first: bool
 def test_step_after_each_micro_batch_is_warned_of_once(micro: int, tau: int, first: bool):
     for kind in ("SGD", "fused", "by data"):
         text = accumulated(OPTIMIZERS[kind], micro, tau, first=first)
-        assert text.count("call it once after each optimizer.step(), not after each micro-batch") == 1, (kind, text)
+        assert text.count("call it once after each optimizer.step(), not twice or") == 1, (kind, text)
+
+
+@pytest.mark.parametrize("clears", ["before the second call", "at the next step"])
+@pytest.mark.parametrize("calls, tau", [(2, 4), (2, 1), (3, 48)])
+def test_several_calls_for_each_optimizer_step_are_warned_of_once(calls: int, tau: int, clears: str):
+    net = model()
+    optimizer, method = torch.optim.SGD(net.parameters(), 0.01), CO2(net.parameters(), CO2Config(tau=tau))
+    with warnings.catch_warnings(record=True, action="always") as found:
+        for _ in range(12):
+            optimizer.zero_grad()
+            net(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+            for call in range(calls):
+                if call and clears == "before the second call":
+                    optimizer.zero_grad()
+                method.step()
+    said = " | ".join(str(w.message) for w in found)
+    assert said.count("call it once after each optimizer.step(), not twice") == 1, said
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
