@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "core.baselines": {"core", "core.co2", "core.config", "core.shares", *TOOLS},
     "core.elastic": {"core", "core.checkpoint", "core.co2", "core.config", "core.shares", *TOOLS},
     "core.integrations": CORE - {"core.doctor"},
-    "core.doctor": CORE - {"core.integrations"},
+    "core.doctor": CORE - {"core.integrations"},  # the planner alone imports it
     # training, from how processes start to the loop and what is made of its weights
     "training.start": CORE,
     "training.data": {*CORE, "training.start"},

@@ -266,10 +266,19 @@ class Cluster:
 
         S bytes travel among n ranks, which are `stride` devices apart.
         """
-        n, seconds, hop = np.maximum(ranks, 1), size / self.rate(ranks, stride), self.hop(ranks, stride)
-        by_ring = 2 * (n - 1) / n * seconds + 2 * (n - 1) * hop
-        by_trees = np.where(n > 2, 2, 1) * seconds + 2 * np.ceil(np.log2(n)) * hop
-        return np.where(n > 1, np.minimum(by_ring, by_trees), 0.0)
+        return collective(size / self.rate(ranks, stride), ranks, self.hop(ranks, stride))
+
+
+def collective(seconds: Numbers, ranks: Numbers, hop: Numbers, *, trees: bool = True) -> Numbers:
+    """The formula of Cluster.allreduce, from the seconds S/B of the bytes over one link, and A of a hop.
+
+    Trees are available in NCCL.
+    """
+    n = np.maximum(ranks, 1)
+    found = 2 * (n - 1) / n * seconds + 2 * (n - 1) * hop
+    if trees:
+        found = np.minimum(found, np.where(n > 2, 2, 1) * seconds + 2 * np.ceil(np.log2(n)) * hop)
+    return np.where(n > 1, found, 0.0)
 
 
 def device(key: str) -> Device:

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from time import perf_counter
 
 from core.errors import UserError
 from training.layout import Layout
-from training.plan import time
+from training.plan import methods, time
 from training.plan.case import (
     FORMATS,
     MERGES,
@@ -200,6 +201,10 @@ def sbatch(c: Case, words: list[str], recipe: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["methods"]:
+        methods.main(argv[1:])
+        return
     options = parse_options(Options, prog="python -m training.plan", args=argv, use_underscores=True)
     options.check()
     named = Layout.parse(options.layout) if options.layout else None
