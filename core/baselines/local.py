@@ -230,6 +230,7 @@ class OverlapLocalSGD(Baseline):
 
     name, _settings = "OverlapLocalSGD", OverlapLocalConfig
     _keeps_anchors = _overlaps = _starts_near_anchor = True
+    begins_apart = True  # pyright: ignore[reportIncompatibleMethodOverride] - also after finish()
 
     def __init__(self, *given: Any, **args: Any):
         super().__init__(*given, **args)

@@ -1,4 +1,4 @@
-"""Refuses arguments that do not fit a call, in one line that names those that do."""
+"""Refuses arguments that do not fit a call, in one line with the names of its arguments."""
 
 import difflib
 import functools

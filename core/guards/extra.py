@@ -45,7 +45,7 @@ class ExtraAverage(Hook):
                 )
             self.alike = [local_shard(t) for t in found]
             self.compared = f"average= with {len(found)} tensors"
-        self._has_stepped = self._has_checked = False
+        self._has_stepped = False
 
     def attach(self, method: HookedMethod) -> None:
         if not hasattr(self, "method"):
@@ -68,11 +68,11 @@ class ExtraAverage(Hook):
     def _average(self) -> None:
         """Averages the tensors in place."""
         m, found = self.method, self._found()
-        if self.alike and self._has_stepped and not self._has_checked:
-            self._has_checked = True
-            if self._first == writes(self.alike):
+        if self._first and self._has_stepped:  # once
+            first, self._first = self._first, []
+            if first == writes(self.alike):
                 warn(
-                    f"average: none of the {len(self.alike)} tensors has changed in training: if the loop replaces "
+                    f"average: none of the {len(first)} tensors has changed in training: if the loop replaces "
                     "them, as average[name] = ... does, pass a function: average=lambda: list(average.values())"
                 )
         whole = [t for t in found if not (m.node.separate or is_dtensor(t))]

@@ -32,10 +32,6 @@ ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptim
 TOLERANCE, ROUGHLY = 1e-3, 0.3
 FIRST, FIRST_CALLS = 2, 12  # rounds, and calls of step(), in which the loop is checked
 TWICE = re.compile(r"(so+)\1{3}$")  # in UsageChecks._before: as many calls without a step follow each optimizer step
-WAITS = (
-    "{kind} waits for {among} of these workers in every step, so nothing is hidden: {remedy}, or, with a mesh, give it "
-    "process_group=mesh.get_group(1)"
-)
 
 
 def _warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -54,14 +50,13 @@ def _warn_of_synchronous(params: Sequence[Tensor], buffers: Sequence[Tensor], gr
         )
     for module in _instances(DistributedDataParallel, nn.SyncBatchNorm, _imported(*FSDP)):
         of_norm = isinstance(module, nn.SyncBatchNorm)
-        groups = [getattr(module, "process_group", None), getattr(module, "_inter_node_pg", None)]
-        if of_norm and groups[0] is None:
-            groups = [dist.group.WORLD]
-        among = max(len(workers & _ranks(g)) for g in groups)
+        own = getattr(module, "process_group", None) or (dist.group.WORLD if of_norm else None)
+        among = max(len(workers & _ranks(g)) for g in (own, getattr(module, "_inter_node_pg", None)))
         its = (*module.parameters(), *module.buffers())
         if among > 1 and module not in _waiting and any(id(t) in ours for t in its):
             remedy = "use BatchNorm with buffers=model.buffers()" if of_norm else "remove it and call the plain model"
-            _waiting[module] = WAITS.format(kind=type(module).__name__, among=among, remedy=remedy)
+            what = f"{type(module).__name__} waits for {among} of these workers in every step, so nothing is hidden"
+            _waiting[module] = f"{what}: {remedy}, or, with a mesh, give it process_group=mesh.get_group(1)"
             module.register_forward_pre_hook(_before_pass)
 
 
