@@ -163,7 +163,7 @@ class ElasticCO2(CO2):
         super()._send_late_buffers()
         while self.allreduce.is_lost:
             self._start_allreduce(finished=True)
-            self._wait_allreduce(finished=True)
+            self._wait_allreduce(finished=False)  # writes all averages: these buffers are sent for the second time
             self._begin_round()
 
     def make_reducers(self) -> None:

@@ -98,13 +98,12 @@ class Coordinator:
         alive = [name for name in alive if name not in self.out]
         members = [name for name in self.members if name in alive]
         ready = [name for name in alive if name not in self.members and self.store.has(f"ready/{name}")]
-        now = time.monotonic()
         if not members:  # at the start, or after all were lost
             if not ready or self.store.has("over"):
                 self._waits_since = None
             elif len(ready) == len(alive):
                 self._list(sorted(ready, key=lambda name: [*map(int, name.split("."))]), planned=True)
-            elif self._waits_too_long(now):
+            elif self._waits_too_long():
                 self._leave_out({*alive} - {*ready})
             return
         if len(members) < len(self.members):
@@ -113,7 +112,7 @@ class Coordinator:
             self.store.set(f"waiting/{self.generation}", "")
         keys = {name: f"came/{self.generation}/{name}" for name in members}
         came = {name: self.store.get(key).decode() for name, key in keys.items() if self.store.has(key)}
-        if came and self._waits_too_long(now) and (silent := {*members} - {*came}):
+        if came and self._waits_too_long() and (silent := {*members} - {*came}):
             self._leave_out(silent)
         elif came and len(came) == len(members):
             holders = [name for name, kind in came.items() if kind != "empty"]
@@ -121,7 +120,8 @@ class Coordinator:
             empty = [name for name in came if name not in holders]
             self._list(holders + (empty + ready if planned else []), planned)
 
-    def _waits_too_long(self, now: float) -> bool:
+    def _waits_too_long(self) -> bool:
+        now = time.monotonic()
         self._waits_since = now if self._waits_since is None else self._waits_since
         return now - self._waits_since > float(self.store.get("patience"))
 

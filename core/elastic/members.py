@@ -90,7 +90,7 @@ class Members:
         names: Names of its workers, by rank.
         planned: Whether all workers came to this generation as agreed.
         group: Process group of its workers, over gloo. It is the default group, unless island is above 1.
-        sending: What this worker sends to newcomers, which must stay until they have received it.
+        sending: Tensors and pending work for newcomers, kept until these have received the state.
     """
 
     def __init__(self, store: Any, name: str, *, timeout: float = 600.0):

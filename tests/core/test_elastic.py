@@ -384,6 +384,27 @@ def test_the_only_worker_left_goes_on_from_the_outer_iterate(tmp_path: Path):
     assert torch.tensor([*ends["0.0"]["trace"].values(), ends["0.0"]["x"]]).isfinite().all()
 
 
+def change_a_buffer(folder: str) -> None:
+    """One worker whose buffer first changes before finish(). The third dies in the all-reduce that averages it."""
+    name, rank, buffer = os.environ["CO2_WORKER"], int(os.environ["RANK"]), torch.zeros(1)
+    params, members = problems.odd_parameters(), Members.from_env(TIMEOUT)
+    method = elastic_co2(params, CO2Config(**PAPER), members=members, buffers=[buffer], timeout=TIMEOUT)
+    hook(method.allreduce, "sent" if rank == 2 else "", 4)
+    method.join()
+    for step in range(6):
+        sgd_step(params, rank, step)
+        method.step()
+    buffer.fill_(rank + 1.0)
+    method.finish()
+    Path(folder, name).write_text(f"{buffer.item()} of {method.allreduce.launched}")
+    method.end()
+
+
+def test_a_lost_average_of_late_buffers_is_made_again(tmp_path: Path):
+    assert Crew(testing._context(), change_a_buffer, (str(tmp_path),), 3).run() == 0
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(("0.0", "1.0"), "1.5 of 5")
+
+
 def check_trace(trace: dict[str, list[float]], expected: list[torch.Tensor]) -> None:
     for number, x in enumerate(expected, start=1):
         ours = torch.tensor(trace[str(number)], dtype=torch.float64)
