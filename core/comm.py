@@ -275,9 +275,15 @@ class AsyncAllReduce:
     def _read_vote(self) -> bool:
         """Ends the vote that has started, and returns its result. False if there is none."""
         vote, self._vote = self._vote, None
-        if vote is not None:
+        if vote is None:
+            return False
+        try:
             vote.wait()
-        return vote is not None and bool(self._all_here)
+            return bool(self._all_here)
+        except RuntimeError as error:
+            self._error = _without_traceback(error)
+        del vote
+        self._raise()  # outside of except: a traceback would keep the connections open
 
     def wait(self, before_use: Sequence[Callable[[], None]] = ()) -> None:
         """Blocks until the result is in the tensors. Step 2 of Algorithm 1.
@@ -347,14 +353,14 @@ class AsyncAllReduce:
             raise UserError("close() with an all-reduce in flight, whose average would be lost: call finish() before")
         if self.group is not None:
             leave_group(self.group, self.timeout, overlap=self._overlap)
-            self.group, self.timed_groups = None, []
+            self._forget()
 
     def leave(self) -> None:
         """Leaves the groups after an exception, without waiting, and discards the all-reduce in flight.
 
         Peers that wait for this worker then get an error, with gloo after the collective under way.
         """
-        left, self.group, self.timed_groups = self.timed_groups, None, []
+        left = self._forget()
         if not left:
             return
         self.failed, self.in_flight = self.failed or LEFT, False
@@ -362,6 +368,13 @@ class AsyncAllReduce:
             group.abort()  # otherwise its kernels wait for the peers
         thread, self._thread = self._thread, None
         drop_groups(left, thread)
+
+    def _forget(self) -> list[dist.ProcessGroup]:
+        """Drops the groups, and returns those with a timeout. A destroyed group keeps its connections while something
+        refers to it or to its work."""
+        groups, self.timed_groups = self.timed_groups, []
+        self.group = self.of_workers = self.voters = self._vote = None
+        return groups
 
     def _begin(self, stages: Iterator[Stage]) -> None:
         """Queues all stages with NCCL. With gloo starts the first stage, and a thread for the rest."""

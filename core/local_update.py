@@ -104,11 +104,15 @@ class Loop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None and not self._is_closed:
+                self.finish()
+                self.close()
+        except BaseException:
+            self.leave()
+            raise
         if kind is not None:
-            return self.leave()
-        if not self._is_closed:
-            self.finish()
-            self.close()
+            self.leave()
 
 
 class ReduceResult(NamedTuple):
@@ -307,7 +311,7 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
 
     def leave(self) -> None:
         self.allreduce.leave()  # and the groups of a node
-        self.node.group = None
+        self.node.forget()
         self._end()
 
     def _end(self) -> None:
@@ -389,7 +393,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
                 self._report_excluded(excluded)
         self._sent_tau = self.sync_schedule.tau
         self.growth = self._sent_tau / self._arrived_tau
-        self._number = self.rounds + (self.fragment_index == 0)  # the first fragment's all-reduce begins a round
+        # the first fragment's all-reduce begins a round
+        self._number = max(1, self.rounds + (self.fragment_index == 0))
         part = f" (fragment {self.fragment_index})" if self.is_cut else ""
         self.allreduce.label = f"the all-reduce of round {self._number - 1}{part}"
         self.allreduce.launch(self.stages())

@@ -219,10 +219,14 @@ class Node:
 
     def close(self) -> None:
         """Leaves the groups, unless they are destroyed."""
-        if self.group is not None:
-            for group in self.groups:
-                leave_group(group, self._timeout, overlap=True)
-            self.group = None
+        for group in self.groups:
+            leave_group(group, self._timeout, overlap=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops the groups. A destroyed group keeps its connections as long as something refers to it."""
+        self.group = self.voters = None
+        self.groups.clear()
 
     def surplus(self, flats: Sequence[Tensor], where: Mapping[Holding, Where]) -> Tensor | float:
         """Returns what to subtract from the sum of squares of `flats` before the inner group sums it, 0-d float64.

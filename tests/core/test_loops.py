@@ -255,7 +255,10 @@ class Mistaken(Exception):
     """The user's own error."""
 
 
-BROKEN = {"in nodes": lambda params: CO2(params, PAPERS, mesh=node_mesh("cpu", 2))}
+BROKEN = {
+    "in nodes": lambda params: CO2(params, PAPERS, mesh=node_mesh("cpu", 2)),
+    "in nodes that vote": lambda params: CO2(params, KEEP, mesh=node_mesh("cpu", 2)),
+}
 
 
 def broken_off(rank: int, world_size: int, name: str, raises_at: int) -> dict[str, Any]:
@@ -268,7 +271,7 @@ def broken_off(rank: int, world_size: int, name: str, raises_at: int) -> dict[st
             for step in range(STEPS):
                 if step == raises_at and rank == world_size - 1:
                     raise Mistaken
-                sgd_step(params, rank // 2 if name == "in nodes" else rank, step)
+                sgd_step(params, rank // 2 if name in BROKEN else rank, step)
                 method.step()
     except (Mistaken, CollectiveError) as error:
         found = {"error": type(error).__name__, "text": str(error)}
@@ -284,15 +287,19 @@ def broken_off(rank: int, world_size: int, name: str, raises_at: int) -> dict[st
         ("the paper's", 1, 4),
         ("as recommended", 5, 2),
         pytest.param("in nodes", 4, 4, marks=pytest.mark.slow),
+        pytest.param("in nodes", 9, 4, marks=pytest.mark.slow),
+        pytest.param("in nodes that vote", 4, 4, marks=pytest.mark.slow),
+        ("in nodes that vote", 6, 4),
     ],
 )
 def test_an_exception_in_the_block_keeps_nobody_waiting(name: str, raises_at: int, workers: int):
-    """Before the first reduction, and while one is in flight. Others end long before the timeout of 600 s."""
+    """Before the first reduction, while one is in flight, in a node's vote, and when others are in finish(). Others end
+    long before the timeout of 600 s."""
     *others, last = run_distributed(broken_off, workers, name, raises_at)
     assert last["error"] == "Mistaken" and last["seconds"] < 10
     for other in others:
         assert other["error"] == "CollectiveError" and other["seconds"] < 20, other
-        assert name == "in nodes" or f"no answer from rank {workers - 1}" in other["text"], other
+        assert name in BROKEN or f"no answer from rank {workers - 1}" in other["text"], other
 
 
 @on_ranks(2)

@@ -118,7 +118,7 @@ def test_all_ranks_plan_with_the_slowest_ranks_costs(rank: int):
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         model = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)]), config=CONFIG)
         of = island_of(replace(ISLANDS, rings=RingsConfig()), model, mesh, 16, contextlib.nullcontext())
-    dealt_out = Dealt(None, "rings", 1.0, *of)  # pyright: ignore[reportArgumentType]
+    dealt_out = Dealt(None, 1.0, *of)  # pyright: ignore[reportArgumentType]
     documents = [(torch.ones(n, dtype=torch.int64), torch.ones(n, dtype=torch.int64)) for n in (100, 9, 60)]
     island, tokens = dealt_out.island, total_world_size(dealt_out.row(documents).ids.numel())
     assert total_world_size(island) == [island] * 4 and island.nodes == island.devices == 2
