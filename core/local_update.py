@@ -410,9 +410,10 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
                 self._report_excluded(excluded)
         self._sent_tau = self.sync_schedule.tau
         self.growth = self._sent_tau / self._arrived_tau
-        self._number = self.rounds + (self.fragment_index == 0)  # the first fragment's all-reduce begins a round
+        # the first fragment's all-reduce begins a round
+        self._number = max(1, self.rounds + (self.fragment_index == 0))
         part = f" (fragment {self.fragment_index})" if self.is_cut else ""
-        self.allreduce.label = f"the all-reduce of round {max(1, self._number) - 1}{part}"
+        self.allreduce.label = f"the all-reduce of round {self._number - 1}{part}"
         self.allreduce.launch(self.stages())
 
     def stages(self) -> Iterator[Stage]:

@@ -61,7 +61,7 @@ SlurmctldLogFile={folder}/log/slurmctld.log
 SlurmdLogFile={folder}/log/slurmd.%n.log
 SlurmdTimeout=10
 KillWait=30
-MinJobAge=600
+MinJobAge=3600
 NodeName=node[0-{last}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs=64 RealMemory=500000 Gres=gpu:8
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=ALL MaxTime=INFINITE PriorityTier=2
