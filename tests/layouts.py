@@ -34,10 +34,10 @@ Trace = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of g
 
 
 def build(kind: str) -> Any:
-    """gpt2: with a tied embedding; llama: with fewer heads of keys, untied; llama-tied; -short: of half the layers.
-    float64, the same on every rank."""
+    """gpt2: with a tied embedding; llama: with fewer heads of keys, untied; llama-tied; -short: of half the layers; and
+    -two: of two. float64, the same on every rank."""
     torch.manual_seed(0)
-    layers = LAYERS // 2 if kind.endswith("-short") else LAYERS
+    layers = {"short": LAYERS // 2, "two": 2}.get(kind.rpartition("-")[2], LAYERS)
     if kind.startswith("gpt2"):
         sizes: dict[str, Any] = dict(n_layer=layers, n_head=8, n_embd=32, n_positions=CONTEXT, n_inner=48)
         off = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -280,7 +280,7 @@ def resliced(
     config = CO2Config(6, outer_lr=0.5, outer_momentum=momentum, fragments=3, **late)
     found, said = [], ""
     for name in [*names, of_one]:
-        parallel = Parallel(build("gpt2-short"), Layout.parse(name), CPU)
+        parallel = Parallel(build("gpt2-two"), Layout.parse(name), CPU)
         co2 = parallel.co2(replace(config, fragments="auto") if found else config)
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
         held = Resharded(parallel, optimizer, co2)
