@@ -293,7 +293,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
             self.allreduce.drain()
             scale = self.reducer.scale if self.allreduce.in_flight else 1.0  # see _wait_allreduce
             finished, steps, *_ = (scale * self.scalars.place).tolist()
-            self._note_finish(finished, steps, self.rounds - 1)
+            if finished > 0:
+                self._note_finish(steps, self.rounds - 1)
         if meets and self.at_boundary:
             GUARDS.failure.come_together("sync_for_eval", self)
         equal = self._reach_common_model()
@@ -301,14 +302,13 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
             self._at_common_model(equal)
         return equal
 
-    def _note_finish(self, finished: float, steps: float, number: int) -> None:
-        """Notes from which boundary on a worker is in finish(), by the averages of round `number`'s scalars.
+    def _note_finish(self, steps: float, number: int) -> None:
+        """Notes from which boundary on a worker is in finish(), by the workers' mean steps in round `number`.
 
         A worker with a whole round is still at the boundary that follows, where it has called step(last=True).
         """
-        if finished > 0:
-            is_whole = steps > self.local_steps_sent - 0.5 / self.total_world_size
-            self._leaves_at = min(self._leaves_at, number + 1 + is_whole)
+        is_whole = steps > self.local_steps_sent - 0.5 / self.total_world_size
+        self._leaves_at = min(self._leaves_at, number + 1 + is_whole)
 
     def _reach_common_model(self) -> bool:
         """Returns whether all workers hold the same model now. At a boundary a method may wait for it."""
@@ -556,7 +556,8 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         numbers = self.scalars.place * processes
         if arrived := self._readback.exchange(numbers.cpu() if allreduce.is_elastic else numbers, info):
             sums = self.scalars.named(arrived[0])
-            self._note_finish(sums["finished"][0], sums["steps"][0] / arrived[1].total_world_size, arrived[1].round)
+            if sums["finished"][0] > 0:
+                self._note_finish(sums["steps"][0] / arrived[1].total_world_size, arrived[1].round)
             if CHANGED in sums:
                 self._note_changes(sums)
             for on_reduced_scalars in self._on_reduced_scalars:

@@ -15,7 +15,6 @@ PRODUCT = ("core", "training", "vision", "segmentation", "pointcloud", "language
 WEIGHTS, NO_PICKLE = {"weights_only": True}, {"allow_pickle": False}
 # (file, call as it is written) -> what the call must say for itself; {}: the file's own code makes it harmless, as told
 LOADS: dict[tuple[str, str], dict[str, bool]] = {
-    ("core/elastic/island.py", "torch.load"): WEIGHTS,
     ("core/elastic/members.py", "torch.load"): WEIGHTS,
     ("core/checkpoint/stored.py", "torch.load"): WEIGHTS,
     ("training/weights/read.py", "torch.load"): WEIGHTS,
