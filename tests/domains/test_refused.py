@@ -64,7 +64,6 @@ REFUSED: list[tuple[Recipe, dict[str, Any], str]] = [
     (ELASTIC, {"zero": 2}, "zero=2"),
     (ELASTIC, {"shard": True}, "shard=True does not go with elastic: leave it out"),
     (ELASTIC, {"offload": True}, "offload=True does not go with elastic: leave it out"),
-    (ELASTIC, {"co2": CO2Config(compression=CompressionConfig("lgreco", like="int4"))}, "compression.format='lgreco'"),
     # SyncBN inside a node, of which one would wait in a forward pass for another that waits at its boundary
     (SYNC_BN, {"sync_bn": "all"}, "sync_bn='all' does not go with method='co2'"),
     (SYNC_BN, {"elastic": True}, "sync_bn='node' does not go with elastic"),
