@@ -230,11 +230,14 @@ class OverlapLocalSGD(Baseline):
 
     name, _settings = "OverlapLocalSGD", OverlapLocalConfig
     _keeps_anchors = _overlaps = _starts_near_anchor = True
-    begins_apart = True  # pyright: ignore[reportIncompatibleMethodOverride] - also after finish()
 
     def __init__(self, *given: Any, **args: Any):
         super().__init__(*given, **args)
         self._v = self.state.new("anchor_momentum")
+
+    @property
+    def begins_apart(self) -> bool:
+        return True  # also after finish(), which leaves the average and not the anchor
 
     def _close_round(self, *, finished: bool) -> bool:
         if self.allreduce.in_flight:
