@@ -518,17 +518,19 @@ def hidden_diloco() -> Cells:
     return lines
 
 
-@table("nodes of two, equal samples | Local-SGD (blocking): loss | CO2, % | CO2, one worker per rank, % | DDP, %")
+@table("nodes, of how many ranks | Local-SGD (blocking): loss | CO2, % | CO2, one worker per rank, % | DDP, %")
 def nodes_loss() -> Cells:
-    """Losses of simulated nodes, over int4. A node of two ranks is a worker with twice the batch."""
+    """Losses of simulated nodes, over int4. A node is a worker with a batch of 16, shared by its ranks."""
     lines = Cells()
-    for task, nodes in itertools.product(("bytes", "cifar"), (2, 4)):
-        of = functools.partial(losses, "fragments.jsonl", task, steps=480, tau=12, tried=3)
+    of_two = [(task, nodes, 2, 480) for task in ("bytes", "cifar") for nodes in (2, 4)]
+    for task, nodes, ranks, steps in (*of_two, ("bytes", 16, 8, 240)):
+        of = functools.partial(losses, "fragments.jsonl", task, steps=steps, tau=12, tried=3)
         base = of("local:compression=int4", workers=nodes, batches=(16,))
-        others = of(ONE_LATE, workers=nodes, batches=(16,)), of(ONE_LATE, workers=2 * nodes, batches=(8,))
+        apart = of(ONE_LATE, workers=ranks * nodes, batches=(16 // ranks,))
+        others = of(ONE_LATE, workers=nodes, batches=(16,)), apart
         # DDP's workers only share the batch
         every = of("ddp", workers=4, batches=(4 * nodes,))
-        lines[f"{THREE[task]}, {nodes}"] = [loss_of(base), *(against(it, base) for it in (*others, every))]
+        lines[f"{THREE[task]}, {nodes} of {ranks}"] = [loss_of(base), *(against(it, base) for it in (*others, every))]
     return lines
 
 

@@ -23,6 +23,8 @@ from core.testing import run_distributed
 from core.testing.reference import Reference
 
 LR = 0.1
+INSIDE = ("ddp", "fsdp2") if hasattr(torch.cpu.Stream, "record_event") else ("ddp",)
+"""What trains inside nodes on a CPU. torch 2.6's FSDP2 needs a GPU."""
 
 
 @dataclass(frozen=True)

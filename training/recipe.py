@@ -68,8 +68,7 @@ class Recipe(OfMethods):
     co2: CO2Config = field(default_factory=CO2Config)
     recommended: bool = False
     """Start from CO2Config.recommended with the recipe's tau, instead of our reading of the paper's rule. Options
-    --co2.* then change it. Small recipes do so by default with method co2, except for elastic nodes; --no_recommended
-    turns it off."""
+    --co2.* then change it. Small recipes do so by default with method co2; --no_recommended turns it off."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     batch_size: int = 64
     """Samples per optimizer step over all workers (global)."""

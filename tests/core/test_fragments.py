@@ -396,8 +396,8 @@ def test_nodes_resume_bit_for_bit_with_any_fragment_in_flight(rank: int):
 @on_ranks(4, timeout=200)
 def test_a_node_that_is_not_finite_restarts_in_all_fragments_at_once(rank: int):
     """A network takes a NaN to all of its parameters in one step, so fragments that restarted in turn stayed NaN."""
-    kinds: list[tuple[str, Any]] = [("ddp", "auto"), ("fsdp2", 1)]
-    for inside, delay in kinds:
+    for inside in problems.INSIDE:
+        delay: Any = "auto" if inside == "ddp" else 1
         mesh, model, restarted = mesh_of(2), problems.small_net(), []
         called = wrapped(model, inside, mesh)
         co2 = CO2(model.parameters(), config(fragments=3, delay=delay), mesh=mesh)

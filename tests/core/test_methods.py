@@ -262,7 +262,7 @@ OPTIMIZERS: dict[str, Build] = {
     "RMSprop": one(torch.optim.RMSprop, lr=0.003),
     "Rprop": one(torch.optim.Rprop, lr=0.003),
     "ASGD": one(torch.optim.ASGD, lr=0.1, t0=1e9),
-    "Muon": with_muon,
+    **({"Muon": with_muon} if hasattr(torch.optim, "Muon") else {}),  # not in torch 2.6
     "Lamb": of_timm("Lamb", 0.02),
     "Lion": of_timm("Lion", 0.005),
     "Adan": of_timm("Adan", 0.02),
@@ -311,10 +311,12 @@ def trained(rank: int, world_size: int, names: Sequence[str]) -> dict[str, tuple
 
 
 @pytest.mark.parametrize(
-    "names", [("SGD", "AdamW", "Muon"), pytest.param((*OPTIMIZERS,), marks=pytest.mark.slow)], ids=["few", "all"]
+    "names",
+    [OPTIMIZERS.keys() & {"SGD", "AdamW", "Muon"}, pytest.param((*OPTIMIZERS,), marks=pytest.mark.slow)],
+    ids=["few", "all"],
 )
 def test_each_optimizer_trains_one_model_about_as_well_as_ddp(names: Sequence[str]):
-    first, second = run_distributed(trained, WORKERS, names, timeout=240)
+    first, second = run_distributed(trained, WORKERS, sorted(names), timeout=240)
     for name, (ends, before, ours, ddp) in first.items():
         assert torch.equal(ends, second[name][0]), f"{name}: the workers' models differ"
         assert ours < 1.3 * ddp < 0.5 * before, (name, before, ours, ddp)
@@ -323,7 +325,9 @@ def test_each_optimizer_trains_one_model_about_as_well_as_ddp(names: Sequence[st
 def test_the_page_names_what_is_tested():
     (table,) = re.findall(r"(?m)^\| optimizer \|.*\n(?:\|.*\n)+", (ROOT / "docs/from_ddp.md").read_text())
     yes = [row for row in table.splitlines()[2:] if row.split("|")[2].strip().startswith("yes")]
-    assert sorted(name for row in yes for name in re.findall(r"`(\w+)`", row.split("|")[1])) == sorted(OPTIMIZERS)
+    assert sorted(name for row in yes for name in re.findall(r"`(\w+)`", row.split("|")[1])) == sorted(
+        OPTIMIZERS | {"Muon": with_muon}
+    )
     assert "| `ZeroRedundancyOptimizer` | no" in table
 
 

@@ -27,7 +27,7 @@ from core.compression.formats import BLOCK, decode, encode
 from core.testing.reference import Reference
 from tests import problems
 from tests.on_ranks import alike, on_ranks, shared_out, total_world_size
-from tests.problems import LR, batch, flat, gradient, node_step, small_net
+from tests.problems import INSIDE, LR, batch, flat, gradient, node_step, small_net
 
 TAU, STEPS, NEAR = 4, 14, 1e-12
 LATE: dict[str, Any] = {"merge": "keep_local", "delay": 2, "gap": "none", "clip": None, "outer_momentum": 0.3}
@@ -148,9 +148,9 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("inside", "per_node", "cases"),
-    [("ddp", 2, FEW), ("fsdp2", 2, CORNERS)]
-    + [pytest.param(inside, 2, [*CASES], marks=SLOW) for inside in ("ddp", "fsdp2")]
-    + [pytest.param(inside, n, CORNERS, marks=SLOW) for inside in ("ddp", "fsdp2") for n in (1, 4)],
+    [(inside, 2, FEW if inside == "ddp" else CORNERS) for inside in INSIDE]
+    + [pytest.param(inside, 2, [*CASES], marks=SLOW) for inside in INSIDE]
+    + [pytest.param(inside, n, CORNERS, marks=SLOW) for inside in INSIDE for n in (1, 4)],
 )
 @on_ranks(4, timeout=600)
 def test_equals_the_reference_after_every_step(rank: int, inside: str, per_node: int, cases: list[str]):
@@ -168,7 +168,7 @@ def test_equals_the_reference_after_every_step(rank: int, inside: str, per_node:
 def test_batch_norm_and_frozen_parameters_in_nodes(rank: int):
     """BatchNorm's statistics are means over all four ranks. A frozen layer stays node 0's."""
     mesh, ends = mesh_of(2), []
-    for inside, nodes in product(("ddp", "fsdp2"), (True, False)):
+    for inside, nodes in product(INSIDE, (True, False)):
         torch.manual_seed(rank // 2)  # all begin as node 0
         model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
         model[0].requires_grad_(False)
