@@ -370,8 +370,10 @@ class AsyncAllReduce:
         drop_groups(left, thread)
 
     def _forget(self) -> list[dist.ProcessGroup]:
-        """Drops the groups, and returns those with a timeout. A destroyed group keeps its connections while something
-        refers to it or to its work."""
+        """Drops the groups, and returns the groups with a timeout.
+
+        A destroyed group keeps its connections while something refers to it or to its work.
+        """
         groups, self.timed_groups = self.timed_groups, []
         self.group = self.of_workers = self.voters = self._vote = None
         return groups
