@@ -52,7 +52,7 @@ class Run(Progress):
 
     Attributes:
         mesh: [nodes, workers per node] if the workers of a node synchronize every step, else None.
-        model, optimizer, schedule, method: What begin() was given.
+        model, optimizer, schedule, method: The arguments of begin().
     """
 
     mesh: DeviceMesh | None = None
