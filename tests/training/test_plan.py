@@ -259,7 +259,7 @@ def test_a_config_of_transformers_has_the_parameters_of_its_model(kind: str, tmp
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("{", "config.json: "),
+        ("{", "config.json cannot be read (JSONDecodeError"),
         ({"model_type": "bert"}, "model_type 'bert' is no decoder"),
         ({"model_type": "llama", "hidden_size": 0}, "hidden_size=0: the planner needs a whole number"),
         ({"model_type": "gpt2", "n_layer": 2, "n_embd": 10, "n_head": 3}, "n_head=3 does not divide n_embd=10"),
