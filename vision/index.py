@@ -38,7 +38,7 @@ class Samples:
     """Labeled images.
 
     Attributes:
-        classes: Names of the classes, in shards numbers.
+        classes: Names of the classes. In shards the names are numbers.
         samples: (path, place in `classes`) of each image, or in shards (path, first byte, number of bytes, place).
     """
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from core import UserError
-from tests.dispatch import Live
 from tests.imports import ROOT
 from tests.scripts import refused
+from tests.training.live import Live
 from training.checks import held
 from training.layout import Layout
 from training.plan import command, memory, time
@@ -259,7 +259,7 @@ def test_a_config_of_transformers_has_the_parameters_of_its_model(kind: str, tmp
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("{", "config.json cannot be read ("),
+        ("{", "config.json cannot be read (JSONDecodeError"),
         ({"model_type": "bert"}, "model_type 'bert' is no decoder"),
         ({"model_type": "llama", "hidden_size": 0}, "hidden_size=0: the planner needs a whole number"),
         ({"model_type": "gpt2", "n_layer": 2, "n_embd": 10, "n_head": 3}, "n_head=3 does not divide n_embd=10"),
@@ -332,6 +332,7 @@ def test_a_cluster_file_that_cannot_be_is_one_line(changes: dict[str, object], s
 TCP = ["--preset", "dgx-a100-tcp", "--model", "llama-7b", "--batch", "512"]
 MISTAKES = [
     ("--preset dgx-a100 --model llama-7b --batch 8", "cluster 'dgx-a100' does not exist; did you mean dgx-a100-"),
+    ("--preset rtx3090 --model llama --batch 8", "model 'llama' does not exist; did you mean llama-7b?"),
     ("--model llama-7b --batch 8", "preset=None and cluster=None: give one of them"),
     ("TCP --batch 0", "batch=0: give 1 or more"),
     ("TCP --layout tp1.pp1.dp128 --batch 500", "choose a multiple of 128, such as 512"),

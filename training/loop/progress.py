@@ -1,4 +1,4 @@
-"""The progress of a run: this worker's place in it and its counters. An evaluation without training has one, too."""
+"""The progress of a run: this worker's place in it and its counters, which an evaluation has too."""
 
 import contextlib
 from dataclasses import dataclass
