@@ -116,7 +116,7 @@ class UsageChecks(Hook):
         if not is_new:
             return
         self._number = {id(p): i for i, p in enumerate(method.trained)}
-        self._params = method.params
+        self._params, self._process = method.params, os.getpid()
         _dropped.clear()
         _register()
         _active.add(self)
@@ -260,11 +260,13 @@ class UsageChecks(Hook):
         """Returns the warning that finish() is missing at the end of the process, None if it is not.
 
         Workers differ after local steps, and while an all-reduce is in flight. The warning is "" on ranks that do not
-        log. It is not missing after leave() or a failed all-reduce, or if state_dict() was called since the last step,
-        because a saved run continues from there.
+        log. It is not missing in a forked process, after leave() or a failed all-reduce, or if state_dict() was called
+        since the last step, because a saved run continues from there.
         """
         m, flight = self.method, self.method.allreduce
-        if flight.world_size == 1 or flight.failed or m.is_saved or not (m.local_steps or flight.in_flight):
+        if self._process != os.getpid() or flight.world_size == 1 or flight.failed:
+            return None
+        if m.is_saved or not (m.local_steps or flight.in_flight):
             return None
         if not m.is_log_rank:
             return ""
@@ -276,7 +278,7 @@ class UsageChecks(Hook):
 
     def __del__(self) -> None:
         """Keeps the warning: a script's main() may have returned, and the process may end next."""
-        if not sys.is_finalizing() and hasattr(self, "_unchecked") and (text := self.unfinished()) is not None:
+        if not sys.is_finalizing() and hasattr(self, "_process") and (text := self.unfinished()) is not None:
             _dropped.append(text)
 
 
@@ -293,7 +295,6 @@ def writes(tensors: Iterable[Tensor]) -> list[tuple[int, int, torch.device]]:
 def _register() -> None:
     """Registers what is called at the end of the process, and before the step of any optimizer."""
     atexit.register(_warn_at_exit)
-    os.register_at_fork(after_in_child=lambda: atexit.unregister(_warn_at_exit))  # the methods are its parent's
     register_optimizer_step_pre_hook(_before_step)
 
 

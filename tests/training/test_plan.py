@@ -22,7 +22,7 @@ import torch
 from core import UserError
 from tests.imports import ROOT
 from tests.scripts import refused
-from tests.training.live import Live
+from tests.dispatch import Live
 from training.checks import held
 from training.layout import Layout
 from training.plan import command, memory, time
