@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from core import UserError
+from tests.dispatch import Live
 from tests.imports import ROOT
 from tests.scripts import refused
-from tests.dispatch import Live
 from training.checks import held
 from training.layout import Layout
 from training.plan import command, memory, time
