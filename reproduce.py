@@ -158,11 +158,6 @@ def plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
-def split(names: str) -> list[str]:
-    """Names that are separated by commas."""
-    return [plain(name) for name in names.split(",") if plain(name)]
-
-
 def choose(tables: Mapping[str, Table], command: Command, extra: Mapping[str, Any]) -> dict[str, Table]:
     """The tables with the rows, methods and seeds that are asked for, and with a tau that is passed on."""
     rows = [row for table in tables.values() for row in table.rows]
@@ -177,9 +172,10 @@ def choose(tables: Mapping[str, Table], command: Command, extra: Mapping[str, An
         if unknown := [given[name] for name in given if name not in known[option]]:
             have = ", ".join(dict.fromkeys(row.label for row in rows) if option == "rows" else METHODS)
             raise UserError(f"--{option} {unknown[0]}: not in {command.table}, which has {have}")
-    if not all(seed.isdecimal() and int(seed) <= LARGEST for seed in split(command.seeds)):
+    numbers = [seed.strip() for seed in command.seeds.split(",") if seed.strip()]
+    if not all(seed.isdecimal() and int(seed) <= LARGEST for seed in numbers):
         raise UserError(f"--seeds {command.seeds}: give numbers up to {LARGEST}, such as 0,1")
-    seeds = tuple(int(seed) for seed in split(command.seeds))
+    seeds = tuple(map(int, numbers))
     if not (tau := str(extra.get("co2.tau", 1))).isdecimal() or int(tau) < 1:
         raise UserError(f"--co2.tau {tau} behind --: give a number, 1 or more; the train scripts alone take auto")
 

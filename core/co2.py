@@ -155,6 +155,8 @@ class CO2(LocalUpdateMethod):
         share.attach(self)
         self.replicated = [] if shard else share.x
         self._cut()
+        if node.group is not None:
+            GUARDS.failure.register(node.group)
         self.allreduce.timed_groups += node.groups
         self.allreduce.votes, self.allreduce.voters = node.voters is not None, node.voters
         self._start_from_params()

@@ -218,6 +218,8 @@ def scheduled(c: CO2Config, schedule: Schedule | None, number: int) -> CO2Config
     """
     if schedule is None:
         return c
+    if not callable(schedule):
+        raise UserError(f"schedule={schedule!r}: give a function of a round's number that returns a dict of settings")
     changes = schedule(number)
     if not isinstance(changes, Mapping):
         raise UserError(

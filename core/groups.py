@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -27,6 +28,7 @@ BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")  # torch reads bot
 DUMP = ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
 MOST_JSON = 1 << 26  # bytes of a member's values in of_all
 LONGEST = 1e8  # seconds of the longest timeout, three years
+AT_EXIT = 5.0  # seconds that the end of the process waits for groups that a thread destroys
 WORLD: Any = dist.distributed_c10d._world  # torch's own tables of process groups
 MIXED = 6364136223846793005  # an odd multiplier from Knuth's random number generator
 # Weak references: gloo's threads end with the last reference, and a thread that outlives the interpreter aborts it.
@@ -187,7 +189,9 @@ def drop_groups(groups: list[dist.ProcessGroup], after: threading.Thread | None)
     If the thread `after` still uses the groups, they are destroyed in the background when it ends.
     """
     if after is not None:
-        threading.Thread(target=lambda: (after.join(), drop_groups(groups, None)), daemon=True).start()
+        thread = threading.Thread(target=lambda: (after.join(), drop_groups(groups, None)), daemon=True)
+        thread.start()
+        atexit.register(thread.join, AT_EXIT)  # a thread that destroys a group at the end would abort the process
         return
     while groups:
         with contextlib.suppress(ValueError):  # the caller may have destroyed all groups meanwhile

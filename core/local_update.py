@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .buckets import (
@@ -37,7 +38,7 @@ from .buckets import (
     unique,
 )
 from .comm import AsyncAllReduce, Reducer, Stage, run, send_first
-from .errors import UserError
+from .errors import CollectiveError, UserError
 from .hooks import GUARDS, Hook, ReductionInfo
 from .nodes import Node, sent_parts
 from .shares import Share
@@ -113,7 +114,14 @@ class Loop:
             self.leave()
             raise
         if kind is not None:
+            lost = self._lost_worker(error)
             self.leave()
+            if lost is not None:
+                raise lost from None
+
+    def _lost_worker(self, error: BaseException | None) -> CollectiveError | None:
+        """Returns the error that names a lost worker, if another collective than the method's has failed in the block,
+        such as DDP's inside a node."""
 
 
 class ReduceResult(NamedTuple):
@@ -330,6 +338,12 @@ class LocalUpdateMethod(Loop, SavedMethod, ABC):
         self.allreduce.leave()  # and the groups of a node
         self.node.forget()
         self._end()
+
+    def _lost_worker(self, error: BaseException | None) -> CollectiveError | None:
+        of_backend = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+        if of_backend and self.allreduce.group is not None and not self.allreduce.is_elastic:
+            return self.allreduce.failure(str(error), "a collective in the with block")
+        return None
 
     def _end(self) -> None:
         """The method has left the process group."""

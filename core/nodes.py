@@ -35,7 +35,7 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
         )
     if device_type == "cuda" and not torch.cuda.is_available():
         raise UserError("node_mesh('cuda'): this torch finds no CUDA device; give cpu")
-    n, world = per_node or local_world_size(), dist.get_world_size()
+    n, world = local_world_size() if per_node is None else per_node, dist.get_world_size()
     if n < 1 or world % n:
         raise UserError(f"{n} workers per node do not divide {world} workers: start equally many on each node")
     mesh = init_device_mesh(device_type, (world // n, n), mesh_dim_names=("replicate", "shard"))

@@ -65,8 +65,11 @@ def main() -> None:
     try:
         rank = env_number("RANK", 0)
         asked = options(sys.argv[1:])
-        if rank == 0 and asked.out is not None and not asked.out.absolute().parent.is_dir():
-            raise UserError(f"--out {asked.out}: there is no folder {asked.out.parent}: make it first")
+        if rank == 0 and (out := asked.out) is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+            remedy = "it is a folder: name a file in it"
+            raise UserError(
+                f"--out {out}: {remedy if out.is_dir() else f'there is no folder {out.parent}: make it first'}"
+            )
         nodes, rest = divmod(workers := env_number("WORLD_SIZE", 1), max(1, asked.per_node or workers))
         if asked.per_node is not None and (asked.per_node < 2 or rest or nodes < 2):
             raise UserError(

@@ -318,6 +318,7 @@ def test_more_workers_than_gpus_are_one_line(ends: Any, monkeypatch: pytest.Monk
         ("--params 0", "argument --params: 0: give a number above 0"),
         ("--params 1e6 --step_ms 0", "argument --step_ms/--step-ms: 0: give a number above 0"),
         ("--params 1e6 --out /nowhere/x.json", "--out /nowhere/x.json: there is no folder /nowhere"),
+        ("--params 1e6 --out /", "--out /: it is a folder"),
         ("--parms 1e6", "the following arguments are required: --params (--help lists the options)"),
         ("--params 1e6 --nodes 2", "unrecognized arguments: --nodes 2"),
     ],

@@ -7,6 +7,7 @@ otherwise is compared, too: it must differ, or the comparison would see nothing.
 
 import contextlib
 import copy
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from core import CO2, CO2Config, CollectiveError, CompressionConfig, make_method
 from core.baselines import LocalSGD, OverlapLocalSGD
@@ -332,6 +334,30 @@ def test_an_exception_in_the_block_keeps_nobody_waiting(name: str, raises_at: in
     for other in others:
         assert other["error"] == "CollectiveError" and other["seconds"] < 20, other
         assert name in BROKEN or f"no answer from rank {workers - 1}" in other["text"], other
+
+
+def dies_in_its_node(rank: int, world_size: int) -> str:
+    """The last rank's process ends, and DDP inside its node notices first."""
+    model, mesh = problems.small_net(), node_mesh("cpu", 2)
+    ddp, optimizer = (
+        DistributedDataParallel(model, process_group=mesh.get_group(1)),
+        torch.optim.SGD(model.parameters()),
+    )
+    try:
+        with CO2(model.parameters(), KEEP, mesh=mesh) as method:
+            for step in range(STEPS):
+                if (rank, step) == (world_size - 1, 4):
+                    os._exit(1)
+                problems.loss(ddp, problems.batch(rank, step)).backward()
+                optimizer.step(), optimizer.zero_grad(), method.step()
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def test_a_collective_inside_a_node_names_the_lost_rank():
+    others = run_distributed(dies_in_its_node, 4, expect_death=(3,))[:3]
+    assert all(others) and "rank 2: a collective in the with block failed; no answer from rank 3" in others[2], others
 
 
 @on_ranks(2)

@@ -441,6 +441,8 @@ class Run(Progress):
         folder = self.folder
         found = checkpoint.load_newest(folder.checkpoints, rank=self.rank, needs=self._needs | NEEDS)
         if found is None:
+            if self.rank == 0:
+                tqdm.write(f"{folder.path} has no checkpoint: training begins at step 0", file=sys.stderr)
             return 0.0
         state, workers = found
         if (was := state["method"]["name"]) != self.recipe.method:
