@@ -66,10 +66,8 @@ def main() -> None:
         rank = env_number("RANK", 0)
         asked = options(sys.argv[1:])
         if rank == 0 and (out := asked.out) is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-            remedy = "it is a folder: name a file in it"
-            raise UserError(
-                f"--out {out}: {remedy if out.is_dir() else f'there is no folder {out.parent}: make it first'}"
-            )
+            is_folder, absent = "it is a folder: name a file in it", f"there is no folder {out.parent}: make it first"
+            raise UserError(f"--out {out}: {is_folder if out.is_dir() else absent}")
         nodes, rest = divmod(workers := env_number("WORLD_SIZE", 1), max(1, asked.per_node or workers))
         if asked.per_node is not None and (asked.per_node < 2 or rest or nodes < 2):
             raise UserError(
