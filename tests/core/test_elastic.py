@@ -241,6 +241,7 @@ def test_the_survivors_go_on_and_stay_equal(tmp_path: Path, who: str, where: str
         assert [len(names) for _, names in end["sizes"]] == [3, 2]
 
 
+@pytest.mark.slow
 def test_a_slow_survivor_is_waited_for(tmp_path: Path):
     """Worker 1 loses the reduction some steps before worker 2 would start it."""
     status, ends = run(tmp_path, 3, PAPER, {"0.0": ("sent", 3), "2.0": ("slow", 12)})

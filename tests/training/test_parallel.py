@@ -77,6 +77,7 @@ def test_a_checkpoint_goes_on_under_another_layout(config: CO2Config | None, nam
     assert layouts.difference([[params] for params in ours], [whole]) < 1e-10
 
 
+@pytest.mark.slow
 def test_fragments_go_on_under_a_layout_that_cuts_them_elsewhere(tmp_path: Path):
     """Without momentum, the end does not depend on which elements travel together. The change in flight is merged
     where it belongs, and each fragment counts its own momentum."""
