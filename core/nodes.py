@@ -29,14 +29,14 @@ def node_mesh(device_type: str, per_node: int | None = None, timeout: float | No
     Raises:
         UserError: If nodes have different numbers of workers.
     """
-    if device_type not in ("cuda", "cpu") or not (per_node is None or isinstance(per_node, int)):
+    if device_type not in ("cuda", "cpu") or not (per_node is None or (isinstance(per_node, int) and per_node > 0)):
         raise UserError(
             f"node_mesh({device_type!r}, {per_node!r}): give cuda or cpu, then the number of ranks of a node"
         )
     if device_type == "cuda" and not torch.cuda.is_available():
         raise UserError("node_mesh('cuda'): this torch finds no CUDA device; give cpu")
-    n, world = local_world_size() if per_node is None else per_node, dist.get_world_size()
-    if n < 1 or world % n:
+    n, world = per_node or local_world_size(), dist.get_world_size()
+    if world % n:
         raise UserError(f"{n} workers per node do not divide {world} workers: start equally many on each node")
     mesh = init_device_mesh(device_type, (world // n, n), mesh_dim_names=("replicate", "shard"))
     if timeout is not None:

@@ -37,7 +37,7 @@ LGRECO = {"compression": {"format": "lgreco", "like": "int4", "lgreco": {"every"
 INT4, INT8, PARTS = {"compression": "int4"}, {"compression": "int8"}, LATE | {"fragments": 4, "delay": 1}
 AUTO, UNEVEN, NAN = {"delay": "auto"}, {"batch_norm": True, "fewer": 6}, {"nan_at": 14}
 MOMENTUM = {"outer_momentum": 0.3}
-# name -> (CO2's settings, what else is otherwise than in train()). A name with a star is also resumed
+# name -> (CO2's settings, what else differs from train()). A name with a star is also resumed
 WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "paper": ({}, {}),
     "paper, float64": ({}, {"dtype": "float64"}),

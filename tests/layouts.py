@@ -34,8 +34,8 @@ Trace = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of g
 
 
 def build(kind: str) -> Any:
-    """gpt2: with a tied embedding; llama: with fewer heads of keys, untied; llama-tied; -short: of half the layers; and
-    -two: of two. float64, the same on every rank."""
+    """gpt2 has a tied embedding. llama has fewer heads of keys and an untied embedding, llama-tied a tied one. A kind
+    with -short has half the layers, and with -two two layers. All are float64, and the same on every rank."""
     torch.manual_seed(0)
     layers = {"short": LAYERS // 2, "two": 2}.get(kind.rpartition("-")[2], LAYERS)
     if kind.startswith("gpt2"):

@@ -265,6 +265,8 @@ REFUSED: list[Any] = [
     ),
     (lambda: LocalSGD(params(), CO2Config(4)), "tau=<CO2Config>: give a whole number of local steps"),  # pyright: ignore
     (lambda: node_mesh("gpu"), "node_mesh('gpu', None): give cuda or cpu"),
+    (lambda: node_mesh("cpu", 0), "node_mesh('cpu', 0): give cuda or cpu, then the number"),
+    (lambda: CO2(params(), CO2Config(4), schedule=3), "schedule=3: give a function"),  # pyright: ignore
 ]
 """What is built, and parts of the one line that refuses it."""
 

@@ -357,8 +357,8 @@ LATE = SIMPLE | {"merge": "keep_local", "delay": 1}
     ],
 )
 def test_the_mean_is_over_those_that_have_sent(tmp_path: Path, where: str, when: int, sent: list[int], settings: Any):
-    """The outer iterates are those of a plain loop in which worker 2 counts in the rounds that the survivors say. In
-    how many that may be is in `sent`: what is under way when it dies may arrive, or is lost."""
+    """The outer iterates equal a plain loop's, in which worker 2 counts in the rounds that the survivors name. `sent`
+    has the possible numbers of such rounds, because the all-reduce under way at its death may arrive, or is lost."""
     _, ends = run(tmp_path, 3, settings, {"2.0": (where, when)})
     check_equal(ends)
     with_it, lost = rounds_of(ends["0.0"])

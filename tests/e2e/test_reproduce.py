@@ -355,6 +355,7 @@ ROW = "for row 'ResNet-50', method ddp"
     [
         (["imagnet", "--dry-run"], "table 'imagnet' does not exist; did you mean imagenet?"),
         (["imagenet", "--methods", "diloco"], "imagenet has no row with --rows '' and --methods 'diloco'"),
+        (["imagenet", "--seeds=-1"], "--seeds -1: give numbers up to"),
         (["imagenet", "--", "--seed", "3"], "--seed behind --: reproduce.py chooses it itself, see --seeds"),
         (
             ["imagenet", "--", "--epochss", "3"],
